@@ -71,9 +71,8 @@ class Model:
         recording: Recording | None = None,
     ) -> None:
         if skeleton is None:
-            options = {"dtype": DTYPES[files.dtype], "attn_implementation": SERVE}
-            config = load_config(files.config_dir, files.trust_remote_code)
-            skeleton = build_skeleton(config, files.trust_remote_code, **options)
+            config, dtype = load_config(files.config_dir, files.trust_remote_code), DTYPES[files.dtype]
+            skeleton = build_skeleton(config, files.trust_remote_code, dtype=dtype, attn_implementation=SERVE)
         self.module = skeleton
         self._current = CurrentStep()
         self._stored = StoredTensors(files.weights, device) if stored is None else stored

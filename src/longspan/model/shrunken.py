@@ -15,19 +15,18 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from longspan.attn.spec import AttnSpec, rope_dicts
 from longspan.model.files import ModelFiles, one_line
 from longspan.model.info import ModelInfo
-from longspan.model.skeleton import PROBE, build_skeleton, decoder_layers, load_config, observe, quiet_transformers
+from longspan.model.skeleton import PROBE, build_skeleton, decoder_layers, load_config, observe
 from longspan.model.stages import PassThrough
 from longspan.model.store import named_tensors
 
@@ -94,7 +93,7 @@ class ShrunkenModel:
         Without `positions` the model numbers the tokens itself.
         """
         module, row = self.skeleton("eager"), {} if positions is None else {"position_ids": positions[None]}
-        with torch.no_grad(), _as_value_errors():
+        with torch.no_grad():
             output = module(input_ids=tokens[None], use_cache=False, **row)
         logits: Tensor = output.logits[0]
         return logits
@@ -232,23 +231,13 @@ def _small_config(
     return small
 
 
-@contextmanager
-def _as_value_errors() -> Iterator[None]:
-    """Raise the assertions of torch and transformers, by which they refuse sizes, as ValueErrors."""
-    try:
-        yield
-    except AssertionError as error:
-        raise ValueError(one_line(error)) from error
-
-
 def _empty(
     files: ModelFiles, config: PreTrainedConfig, info: ModelInfo, kept: Sequence[int], dtype: torch.dtype
 ) -> PreTrainedModel:
     """Build a model with uninitialised weights. Layers that are not `kept` return their input."""
-    with quiet_transformers(), no_init_weights(), _as_value_errors():
-        module: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=files.trust_remote_code
-        )
+    with no_init_weights():
+        options = {"dtype": dtype, "attn_implementation": PROBE}
+        module = build_skeleton(config, files.trust_remote_code, device="cpu", **options)
     module.tie_weights()
     layers = decoder_layers(module)
     for number in {*range(len(layers))} - {*kept}:

@@ -69,17 +69,19 @@ def load_config(config_dir: Path, trust_remote_code: bool) -> PreTrainedConfig:
         raise ModelError(f"{config_dir}/config.json cannot be used: {one_line(error)}") from error
 
 
-def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool, **options: object) -> PreTrainedModel:
-    """Build the causal language model of a configuration on the meta device, without weights.
+def build_skeleton(
+    config: PreTrainedConfig, trust_remote_code: bool, *, device: str = "meta", **options: object
+) -> PreTrainedModel:
+    """Build the causal language model of a configuration. On the meta device it has no weights.
 
     `options` go to `from_config` (`dtype`, `attn_implementation`). Raise ModelError if there is no such model.
     """
     try:
-        with torch.device("meta"), quiet_transformers():
+        with torch.device(device), quiet_transformers():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=trust_remote_code, **options
             )
-    except (*_CONFIG_ERRORS, AssertionError) as error:
+    except (*_CONFIG_ERRORS, AssertionError) as error:  # torch and transformers assert that sizes fit
         raise ModelError(
             f"{config.model_type} is not supported: transformers builds no causal language model from its "
             f"configuration ({one_line(error)})"

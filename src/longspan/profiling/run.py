@@ -7,6 +7,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -66,6 +67,9 @@ class Instances(Protocol):
 Start = Callable[[int], AbstractContextManager[Instances]]
 """Starts the given number of instances."""
 
+Missing = Callable[[Profile, set[int]], list[Prefill | Decode]]
+"""Lists the missing measurements of groups of these sizes, see `all_missing`."""
+
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 _WARM_UP_TOKENS = 256
 
@@ -88,29 +92,22 @@ def measure(start: Start, max_members: int, lengths: Sequence[int] | None, repea
         profile = load_profile(llm.profile_key) or Profile(profile_key=llm.profile_key)
         profile = profile.of_one_beside(max_members - 1)
         prompts = _prompts(lengths, capacity)
-        profile = _measure_missing(llm, profile, {1, max_members}, prompts, capacity, repeats)
+        missing = partial(all_missing, prompts=prompts, capacity=capacity, repeats=repeats)
+        profile = _measure_missing(llm, profile, {1, max_members}, missing)
     for members in range(max_members - 1, 1, -1):
-        if all_missing(profile, {members}, prompts, capacity, repeats):
+        if missing(profile, {members}):
             with start(members) as llm:
-                profile = _measure_missing(llm, profile, {members}, prompts, capacity, repeats)
+                profile = _measure_missing(llm, profile, {members}, missing)
     return profile
 
 
-def _measure_missing(
-    llm: Instances,
-    profile: Profile,
-    sizes: set[int],
-    prompts: Sequence[tuple[int, int]],
-    capacity: KvCapacity,
-    repeats: int,
-) -> Profile:
-    members, is_warm = max(sizes), False
+def _measure_missing(llm: Instances, profile: Profile, sizes: set[int], missing: Missing) -> Profile:
+    members = max(sizes)
     name = "one instance" if members == 1 else f"{members} instances"
-    while missing := all_missing(profile, sizes, prompts, capacity, repeats):
-        if not is_warm:
-            _warm_up(llm, members)
-            is_warm = True
-        for task in tqdm(missing, desc=name, unit="time", dynamic_ncols=True, disable=None):
+    if missing(profile, sizes):
+        _warm_up(llm, members)
+    while tasks := missing(profile, sizes):
+        for task in tqdm(tasks, desc=name, unit="time", dynamic_ncols=True, disable=None):
             profile = _measured(llm, profile, task)
             save_profile(profile)
     return profile

@@ -11,6 +11,7 @@ from torch import Tensor
 from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import LOCAL
+from longspan.model.files import ModelError
 from longspan.model.step import SingleTokens
 from longspan.runtime.batch import Channel, Packed
 from longspan.runtime.layerwise import Layerwise, LayerwiseStep
@@ -60,15 +61,16 @@ class StepAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention of this rank's packed tokens, or of the first `num_alone` of them."""
-        num_heads = self._specs[layer].num_heads
-        assert len(q) == num_heads, f"layer {layer} computes {len(q)} query heads instead of {num_heads}"
+        spec = self._specs[layer]
+        if len(q) != spec.num_heads:  # the model's own code reshapes to all heads
+            raise ModelError(f"layer {layer} computes {len(q)} query heads instead of {spec.num_heads}")
         with self._watch.during("attention"):
             if self._moves is not None:
                 self._moves.complete(layer)
             self._packed.slots.write(self._pool, layer, k, v)
             self._stream(layer - 1 if self._stores_late else layer)
             out = torch.empty_like(q)
-            kv, spec = self._pool.layer(layer), self._specs[layer]
+            kv = self._pool.layer(layer)
             for channel, exchange in self._channels:
                 call = Call(
                     exchange=channel.exchange,
