@@ -207,11 +207,9 @@ class GroupParts:
         partition: int,
     ) -> Shape:
         if request.sparse is not None and exchange.has_sparse_form:
-            return _partitions_shape(request, request.sparse.partition, new_tokens, members)
-        if partition and not exchange.traits.in_order:
-            return _partitions_shape(request, partition, new_tokens, members)
+            partition = request.sparse.partition
         if not exchange.traits.in_order:
-            return self._options.shape
+            return _partitions_shape(request, partition, new_tokens, members) if partition else self._options.shape
         fractions = self._options.fractions_by_member
         if self._chain_cuts is not None:
             fractions = self._chain_cuts.fractions(new_tokens, cached_tokens, members)

@@ -29,35 +29,31 @@ class ByPartition:
     def is_concurrent(self) -> bool:
         return self._size != "auto" or self._by_length.is_concurrent
 
-    def sized(self, num_tokens: int, block_size: int, num_blocks: int) -> tuple[int, int] | None:
-        """Return the number of instances that share a prompt, and the tokens of a partition. None for `auto`.
+    def sized(self, num_tokens: int, block_size: int, num_blocks: int) -> tuple[int, int]:
+        """Return the number of instances that share a new prompt, and the tokens of a partition.
 
         Args:
             num_blocks: size of each KV pool.
         """
-        if self._size == "auto":
-            return None
         wanted, given = -(-num_tokens // block_size), self._size
-        blocks = int(_MEMORY_SHARE * num_blocks) if given == "memory" else min(-(-given // block_size), num_blocks)
-        members = min(-(-wanted // max(1, blocks)), len(self._by_length.instances))
+        if given == "auto":
+            members, blocks = self._by_length.num_members(num_tokens), 0
+        else:
+            blocks = int(_MEMORY_SHARE * num_blocks) if given == "memory" else min(-(-given // block_size), num_blocks)
+            members = min(-(-wanted // max(1, blocks)), len(self._by_length.instances))
         return members, max(blocks, -(-wanted // members)) * block_size
 
-    def num_members(self, num_tokens: int, block_size: int, num_blocks: int) -> int:
-        """Return the number of instances for a new prompt without cached tokens and answer."""
-        sized = self.sized(num_tokens, block_size, num_blocks)
-        return self._by_length.num_members(num_tokens) if sized is None else sized[0]
-
     def members(self, request: RequestView, cached_tokens: int, view: ClusterView) -> int:
-        sized = self.sized(request.num_tokens, request.block_size, view.kv.num_blocks(0))
-        if sized is not None:
-            return sized[0]
+        if self._size != "auto":
+            return self.sized(request.num_tokens, request.block_size, view.kv.num_blocks(0))[0]
         if request.sparse is not None:  # its partition is for the number of instances that ignores the answer
             return self._by_length.num_members(request.num_tokens - cached_tokens, cached_tokens)
         return self._by_length.members(request, cached_tokens, view)
 
     def partition(self, request: RequestView, view: ClusterView) -> int:
-        sized = self.sized(request.num_tokens, request.block_size, view.kv.num_blocks(0))
-        return 0 if sized is None else sized[1]
+        if self._size == "auto":
+            return 0
+        return self.sized(request.num_tokens, request.block_size, view.kv.num_blocks(0))[1]
 
     def ranked(
         self, able: Sequence[int], cached: Mapping[int, int], request: RequestView, budget: Budget, members: int

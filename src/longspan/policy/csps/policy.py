@@ -112,15 +112,13 @@ class Csps(Policy, name="csps"):
     def sparse(self, num_prompt_tokens: int, block_size: int, num_blocks: int) -> SparseSetting | None:
         """Return the setting of a prompt on several instances, with a partition for each. None for one instance."""
         config = self._config
-        members = self._placement.num_members(num_prompt_tokens, block_size, num_blocks)
+        members, partition = self._placement.sized(num_prompt_tokens, block_size, num_blocks)
         if self._chooser is not None and members > 1:
             config = self._chosen(self._chooser, num_prompt_tokens, members)
         if config is None or config.levels == 1 or members == 1:
             return None
-        sized = self._placement.sized(num_prompt_tokens, block_size, num_blocks)
-        wanted = -(-num_prompt_tokens // block_size)
         return SparseSetting(
-            partition=-(-wanted // members) * block_size if sized is None else sized[1],
+            partition=partition,
             segments=segments_of(members, self._hosts[:members], config.levels),
             drop=config.table(),
             mode=config.drop_mode,

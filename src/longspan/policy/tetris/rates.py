@@ -74,7 +74,7 @@ class RateWatch:
     def use(self, table: RateTable) -> None:
         """Use another table from now on, and look up the last request rate in it."""
         self._table = table
-        self.improvement_rate = table.nearest(self._requests_per_s)
+        self._look_up(self._requests_per_s)
 
     def arrived(self, time_s: float) -> None:
         self._arrivals.append(time_s)
