@@ -40,7 +40,7 @@ from tqdm import tqdm
 from longspan.core.options import SchedulingArgs
 from longspan.extras.timeline import Timeline
 from longspan.sim.experiment import Experiment, near_light_load
-from longspan.sim.run import Result
+from longspan.sim.run import Result, percentile
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment
 from longspan.workload.arrivals import Workload
@@ -157,7 +157,8 @@ class Systems:
     def profile(self) -> tuple[float, str]:
         """Profile the improvement rates of `tetris`, and return its TTFT at light load and the table of rates."""
         tetris = self.experiments["tetris"]
-        light_s = tetris.with_options({"improvement_rate": "0.05"}).light_ttft_p99_s(self.requests(output_len=1))
+        at_low_rates = tetris.with_options({"improvement_rate": "0.05"})
+        light_s = percentile(at_low_rates.at_light_load(self.requests(output_len=1)).ttfts_s, 99)
         assert light_s is not None
         roughly = _max_rate(tetris.with_options({"improvement_rate": "0.5"}), self.answers("tetris"), light_s)
         profiled = self.requests(seed=_PROFILED_SEED, output_len=1, num=self._num_requests // 4)

@@ -216,6 +216,8 @@ def _point(
     params = [_forced(needle.key) for needle in needles]
     outputs = llm.generate([needle.prompt for needle in needles], params, use_tqdm=False)
     answers = [_answer(llm, needle.key, output) for needle, output in zip(needles, outputs, strict=True)]
+    windows = [evals.scored(len(output.prompt_token_ids) + 1, output) for output in outputs]
+    likelihoods = [window.negative_log_likelihoods() for window in windows]
     ttft_s, attention_s = _times(llm, needles[0].prompt) if timed else (None, None)
     return Point(
         num_tokens=length,
@@ -224,7 +226,7 @@ def _point(
         mode=mode,
         scores=tuple(score for score, _ in answers),
         num_found=sum(is_found for _, is_found in answers),
-        nll=tuple(_nll(output) for output in outputs),
+        nll=tuple(map(statistics.fmean, likelihoods)),
         ttft_s=ttft_s,
         attention_s=attention_s,
     )
@@ -258,9 +260,3 @@ def _answer(llm: LLM, key: str, output: RequestOutput) -> tuple[float, bool]:
     entries = [by_token[token] for token, by_token in zip(answer.token_ids, answer.logprobs, strict=True)][:num_tokens]
     of_key = (entry.logprob for entry in entries if (entry.decoded_token or "").strip())
     return math.exp(math.fsum(of_key)), all(entry.rank == 1 for entry in entries)
-
-
-def _nll(output: RequestOutput) -> float:
-    """Return the mean negative log-likelihood of all prompt tokens after the first."""
-    [*likelihoods] = evals.scored(len(output.prompt_token_ids) + 1, output).negative_log_likelihoods()
-    return statistics.fmean(likelihoods)

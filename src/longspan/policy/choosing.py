@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange, WeightSource, exchange_of, of_any_layout
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.profile import LinkFit
 from longspan.policy.facts import Facts
-from longspan.policy.sharing import SharingOptions
+
+if TYPE_CHECKING:
+    from longspan.policy.sharing import SharingOptions
 
 _MAX_CACHED = 100_000  # lengths
 

@@ -109,10 +109,6 @@ class Experiment:
         """Serve the requests far apart, so that they do not overlap."""
         return self.run(workload.one_by_one(_FAR_APART_S), title="light load")
 
-    def light_ttft_p99_s(self, workload: Workload) -> float | None:
-        """Return P99 of TTFT at light load. None if no request is served."""
-        return percentile(self.at_light_load(workload).ttfts_s, 99)
-
     def max_rate(
         self, workload: Workload, keeps_up: Callable[[Result], bool], *, start: float, precision: float = _PRECISION
     ) -> float | None:
