@@ -87,8 +87,7 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
         str | None, _memory("Folder of the KV on disk, with a folder per model.", default="kv in the cache folder")
     ] = None
     step_timeout_s: Annotated[
-        float,
-        _memory("Seconds after which a busy rank without a finished step is lost.", name="step-timeout", minimum=0.001),
+        float, _memory("Seconds after which a busy rank without a finished step is lost.", minimum=0.001)
     ] = 300.0
     seed: int = 0
     record_times: bool = False

@@ -180,12 +180,7 @@ class ServerSettings:
         int, _server("Maximum sum of tokens of waiting requests. A single request may be longer.", minimum=1)
     ] = 8_000_000
     engine_timeout_s: Annotated[
-        float,
-        _server(
-            "Seconds of silence after which the engine core counts as lost.",
-            name="engine-timeout",
-            minimum=10,
-        ),
+        float, _server("Seconds of silence after which the engine core counts as lost.", minimum=10)
     ] = 60.0
     max_worker_restarts: Annotated[
         int | None,
@@ -195,19 +190,11 @@ class ServerSettings:
             default="no limit",
         ),
     ] = None
-    timeout_keep_alive_s: Annotated[
-        int,
-        _server("Seconds a connection may be idle between requests.", name="timeout-keep-alive", minimum=1),
-    ] = 75
+    timeout_keep_alive_s: Annotated[int, _server("Seconds a connection may be idle between requests.", minimum=1)] = 75
     request_timeout_s: Annotated[
-        float | None,
-        _timeout(
-            "Seconds a request may take. The header x-request-timeout can only shorten it.", name="request-timeout"
-        ),
+        float | None, _timeout("Seconds a request may take. The header x-request-timeout can only shorten it.")
     ] = None
-    body_timeout_s: Annotated[float, _timeout("Seconds a request's body may take to arrive.", name="body-timeout")] = (
-        60.0
-    )
+    body_timeout_s: Annotated[float, _timeout("Seconds a request's body may take to arrive.")] = 60.0
     max_total_body_bytes: Annotated[
         int, _server("Maximum bytes of the bodies of all open requests. More are answered 503.", minimum=1)
     ] = 2**28
@@ -218,17 +205,11 @@ class ServerSettings:
     keep_alive_s: Annotated[
         float, _timeout("Seconds without output after which a stream sends a comment.", name="stream-keep-alive")
     ] = 10.0
-    reader_timeout_s: Annotated[
-        float,
-        _timeout("Seconds after which a client that reads nothing is disconnected.", name="reader-timeout"),
-    ] = 60.0
+    reader_timeout_s: Annotated[float, _timeout("Seconds after which a client that reads nothing is disconnected.")] = (
+        60.0
+    )
     shutdown_timeout_s: Annotated[
-        float,
-        _server(
-            "Seconds for open requests after SIGTERM. A second signal ends the server at once.",
-            name="shutdown-timeout",
-            minimum=0,
-        ),
+        float, _server("Seconds for open requests after SIGTERM. A second signal ends the server at once.", minimum=0)
     ] = 30.0
     metrics_prefix: Annotated[str, _server("Prefix of metric names, such as vllm: for dashboards made for vLLM.")] = (
         "longspan:"
