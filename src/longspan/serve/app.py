@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -79,33 +80,28 @@ def make_app(server: Server) -> FastAPI:
 
 def _describe(app: FastAPI, server: Server) -> None:
     """Add the schemas of bodies, which routes parse themselves, and this server's bounds to the OpenAPI document."""
-    make_document, settings = app.openapi, server.settings
-    described: tuple[object, ...] = ()
+    make_document, settings, input_processor = app.openapi, server.settings, server.served.input_processor
 
-    def openapi() -> dict[str, Any]:
-        nonlocal described
-        before, described = described, (server.served.input_processor.max_model_len, server.engine.policy.changeable)
-        if described != before:  # another fleet changes both
-            app.openapi_schema = None
-            document = make_document()
-            components = document.setdefault("components", {})
-            components.setdefault("schemas", {}).update(body_schemas())
-            if settings.api_keys:
-                components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-                document["security"] = [{"key": []}]
-                for operation in (operation for path in OPEN_PATHS for operation in document["paths"][path].values()):
-                    operation["security"] = []
-            input_processor = server.served.input_processor
-            write_bounds(document, settings.model_names, input_processor.vocab_size, input_processor.max_model_len)
-            [name] = document["paths"]["/v1/models/{model}"]["get"]["parameters"]
-            name["schema"]["enum"] = list(settings.model_names)
-            update, changeable = components["schemas"]["PolicyUpdate"], server.engine.policy.changeable
-            update["properties"] = dict.fromkeys(changeable, update["additionalProperties"])
-            update["additionalProperties"] = False
-            app.openapi_schema = settings.limits.narrowed(document)
-        return app.openapi_schema or {}
+    @lru_cache(maxsize=1)  # another fleet changes both arguments
+    def document_for(max_model_len: int, changeable: tuple[str, ...]) -> dict[str, Any]:
+        app.openapi_schema = None  # where FastAPI caches its own document
+        document = make_document()
+        components = document.setdefault("components", {})
+        components.setdefault("schemas", {}).update(body_schemas())
+        if settings.api_keys:
+            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"key": []}]
+            for operation in (operation for path in OPEN_PATHS for operation in document["paths"][path].values()):
+                operation["security"] = []
+        write_bounds(document, settings.model_names, input_processor.vocab_size, max_model_len)
+        [name] = document["paths"]["/v1/models/{model}"]["get"]["parameters"]
+        name["schema"]["enum"] = list(settings.model_names)
+        update = components["schemas"]["PolicyUpdate"]
+        update["properties"] = dict.fromkeys(changeable, update["additionalProperties"])
+        update["additionalProperties"] = False
+        return settings.limits.narrowed(document)
 
-    app.openapi = openapi  # type: ignore[method-assign]  # as in FastAPI's documentation
+    app.openapi = lambda: document_for(input_processor.max_model_len, server.engine.policy.changeable)  # type: ignore[method-assign]  # as in FastAPI's documentation
 
 
 def body_schemas() -> dict[str, Any]:
@@ -206,6 +202,8 @@ _EVENTS = {
 
 
 def _add_state(app: FastAPI, server: Server) -> None:
+    keyed = {401: _ERRORS[401]}
+
     @app.get("/live", tags=["state"])
     async def live() -> dict[str, str]:
         """The process is up."""
@@ -222,23 +220,17 @@ def _add_state(app: FastAPI, server: Server) -> None:
         """Return the version of longspan."""
         return schemas.VersionInfo(version=longspan.__version__)
 
-    @app.get(
-        "/metrics",
-        tags=["state"],
-        responses={401: _ERRORS[401]},
-        response_class=PlainTextResponse,
-        response_model=None,
-    )
+    @app.get("/metrics", tags=["state"], responses=keyed, response_class=PlainTextResponse, response_model=None)
     async def metrics() -> Response:
         """Return the metrics for Prometheus."""
         return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/models", tags=["state"], responses={401: _ERRORS[401]})
+    @app.get("/v1/models", tags=["state"], responses=keyed)
     async def models() -> schemas.ModelList:
         """List the names of the model."""
         return server.models
 
-    @app.get("/v1/models/{model:path}", tags=["state"], responses={401: _ERRORS[401], 404: _ERRORS[404]})
+    @app.get("/v1/models/{model:path}", tags=["state"], responses=keyed | {404: _ERRORS[404]})
     async def model_by_name(model: str) -> schemas.ModelCard:
         """Return the model's entry under one of its names."""
         server.served.check_name(model)
@@ -263,15 +255,13 @@ def _add_text(app: FastAPI, server: Server) -> None:
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a text or a conversation."""
         body = await server.parse(request, chat_requests.TokenizeRequest)
-        server.served.check_name(body.model)
-        return _json(await server.in_thread(request, tokenized, body, server.served))
+        return _json(await server.in_thread(request, tokenized, body))
 
     @app.post("/detokenize", **_described(requests.DetokenizeRequest, schemas.DetokenizeResponse))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
         body = await server.parse(request, requests.DetokenizeRequest)
-        server.served.check_name(body.model)
-        return _json(await server.in_thread(request, detokenized, body, server.served))
+        return _json(await server.in_thread(request, detokenized, body))
 
 
 def _add_admin(app: FastAPI, server: Server) -> None:
@@ -288,11 +278,9 @@ def _add_admin(app: FastAPI, server: Server) -> None:
     if not server.settings.api_keys:
         return  # clients cannot change a server without keys, see the message in `_handle_errors`
 
+    settled = {"model": schemas.ErrorBody, "description": "This option can only change at a new start."}
     described = _described(requests.PolicyUpdate, requests.PolicyInfo, tag="admin")
-    described["responses"][409] = {
-        "model": schemas.ErrorBody,
-        "description": "This option can only change at a new start.",
-    }
+    described["responses"][409] = settled
 
     @app.post("/admin/policy", **described)
     async def update_policy(request: Request) -> Response:

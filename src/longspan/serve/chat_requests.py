@@ -177,13 +177,12 @@ class TemplateFields(WireModel):
 
     @model_validator(mode="after")
     def _name_once(self) -> TemplateFields:
-        counts = Counter(tool.function.name for tool in self.tools or ())
-        for index, tool in enumerate(self.tools or ()):
-            if counts[tool.function.name] > 1:
-                raise WireError(
-                    f"there are {counts[tool.function.name]} tools named {tool.function.name!r}: keep one",
-                    f"tools[{index}].function.name",
-                )
+        names = [tool.function.name for tool in self.tools or ()]
+        counts = Counter(names)
+        for index, name in enumerate(names):
+            if counts[name] > 1:
+                problem = f"there are {counts[name]} tools named {name!r}: keep one"
+                raise WireError(problem, f"tools[{index}].function.name")
         return self
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from longspan.core.options import PolicySettings
-from longspan.serve.chat_requests import TextRequest
+from longspan.serve.chat_requests import TextRequest, TokenizeRequest
 from longspan.serve.client import EngineClient, abandon
 from longspan.serve.convert import ServedModel, grammar_kind, grammar_of, read_request
 from longspan.serve.errors import (
@@ -38,13 +38,14 @@ from longspan.serve.messages import StepOutputs
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import LARGE_BODY_BYTES, Intake
 from longspan.serve.output_queue import Output, OutputQueue
-from longspan.serve.requests import CompletionRequest, Parallel, PolicyUpdate
+from longspan.serve.requests import CompletionRequest, DetokenizeRequest, Parallel, PolicyUpdate
 from longspan.serve.responses import Assembler, prepared
 from longspan.serve.schemas import ModelCard, ModelList
 from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import InputProcessor
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+BodyT = TypeVar("BodyT", TokenizeRequest, DetokenizeRequest)
 ResultT = TypeVar("ResultT")
 _log = logging.getLogger("longspan")
 _MAX_GRAMMARS = 32
@@ -119,11 +120,14 @@ class Server:
         with self._watch(request).held():
             return await pool.run(read_request, model, body, self.settings.limits)
 
-    async def in_thread(self, request: Request, function: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """Run a function in a thread. Abandon it if the client disconnects."""
+    async def in_thread(
+        self, request: Request, function: Callable[[BodyT, ServedModel], ResultT], body: BodyT
+    ) -> ResultT:
+        """Run a function of a body and the model in a thread. Abandon it if the client disconnects."""
+        self.served.check_name(body.model)
         texts = await self._texts_pool(request)
         with self._watch(request).held():
-            return await texts.run(function, *arguments)
+            return await texts.run(function, body, self.served)
 
     async def answer(self, request: Request, body: TextRequest) -> Response:
         """Answer a request for text, whole or as a stream."""
