@@ -180,9 +180,11 @@ class EngineLoop:
     def _add(self, command: messages.Add) -> None:
         number, engine_request = command.id, command.engine_request
         try:
-            if not command.is_accepted and (reason := self._why_full(engine_request)) is not None:
-                self._send(messages.Failed(number, reason, is_full=True))
-                return
+            if not command.is_accepted and self._why_full(engine_request) is not None:
+                self._engine.emit()  # may admit requests that were added just now
+                if (reason := self._why_full(engine_request)) is not None:
+                    self._send(messages.Failed(number, reason, is_full=True))
+                    return
             state = RequestState(engine_request, self._service.input_processor.tokenizer)
             served = _Served(id=number, state=state, sent=[_Sent() for _ in range(engine_request.params.n)])
             self._running.start(served)
@@ -194,22 +196,17 @@ class EngineLoop:
         self._served[number] = served
         self._send(messages.Accepted(number))
 
-    def _why_full(self, engine_request: EngineRequest, *, is_retry: bool = False) -> str | None:
+    def _why_full(self, engine_request: EngineRequest) -> str | None:
         """Return why the queue has no capacity for an engine request, or None."""
         max_reqs, max_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
         load, num_tokens = self._engine.load(), len(engine_request.token_ids)
         if load.num_waiting >= max_reqs:
-            reason = f"{load.num_waiting} requests are waiting, of at most {max_reqs} (--max-num-queued-reqs)"
+            return f"{load.num_waiting} requests are waiting, of at most {max_reqs} (--max-num-queued-reqs)"
         # A prompt of any length may wait alone.
-        elif load.num_waiting and load.num_waiting_tokens + num_tokens > max_tokens:
+        if load.num_waiting and load.num_waiting_tokens + num_tokens > max_tokens:
             sum_ = f"prompts of {load.num_waiting_tokens} tokens are waiting: with another {num_tokens} they would be"
-            reason = f"{sum_} more than {max_tokens} (--max-num-queued-tokens)"
-        else:
-            return None
-        if is_retry:
-            return reason
-        self._engine.emit()  # may admit requests that were added just now
-        return self._why_full(engine_request, is_retry=True)
+            return f"{sum_} more than {max_tokens} (--max-num-queued-tokens)"
+        return None
 
     def _step(self) -> None:
         """Handle completions of the workers, or wait for one, and send the outputs."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import re
 import sys
@@ -25,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from longspan.serve.errors import error_body, error_response
+from longspan.serve.errors import error_response
 
 OPEN_PATHS = frozenset({"/live", "/health", "/version"})
 """The only routes that need no key."""
@@ -323,14 +322,9 @@ class HttpProtocol(H11Protocol):
     def _refuse(self, status: int, message: str) -> None:
         """Answer with an error, unless a response has begun, and close the connection."""
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
-            body = json.dumps(error_body(status, message)).encode()
-            headers = [
-                ("content-type", "application/json"),
-                ("content-length", str(len(body))),
-                ("connection", "close"),
-                *([("retry-after", "1")] if status == HTTPStatus.SERVICE_UNAVAILABLE else []),
-            ]
+            response = error_response(status, message, retry_after_s=1 if status == 503 else None)
+            headers = [*response.raw_headers, (b"connection", b"close")]
             reason = HTTPStatus(status).phrase.encode()
             head = self.conn.send(h11.Response(status_code=status, headers=headers, reason=reason))
-            self.transport.write(head + body)
+            self.transport.write(head + response.body)
         self.transport.close()
