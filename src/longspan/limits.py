@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,9 +197,7 @@ def _mounts(controller: str, root: Path) -> Iterator[tuple[str, str, Path]]:
 
 def _unescaped(text: str) -> str:
     r"""Decode a path of `mountinfo`, in which a space is `\040`."""
-    for code in ("040", "011", "012", "134"):
-        text = text.replace(f"\\{code}", chr(int(code, 8)))
-    return text
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text)
 
 
 def _fields(path: Path) -> dict[str, int]:

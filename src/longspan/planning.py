@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import compress, permutations
 
 import torch
 
@@ -180,10 +180,10 @@ class Machine:
     def outcome(self, candidate: Candidate, requests: Sequence[Arrival]) -> Outcome:
         """Simulate a candidate with requests that all arrive at once."""
         try:
-            setup, watch = ResolvedEngine.of(candidate.options(self.given), self.model), _Watch()
+            setup, steps = ResolvedEngine.of(candidate.options(self.given), self.model), list[StepTiming]()
             cost = setup.step_cost()
             assert cost is not None, "candidates have profiles"
-            result = simulate(requests, setup.config, setup.policy, cost, watch=Observers(ran=watch.ran))
+            result = simulate(requests, setup.config, setup.policy, cost, watch=Observers(ran=steps.append))
         except ValueError as error:
             return Outcome(candidate=candidate, problem=str(error))
         return Outcome(
@@ -191,21 +191,15 @@ class Machine:
             requests_per_s=len(result.served) / result.makespan_s if result.makespan_s else 0.0,
             num_refused=len(result.refused),
             num_transitions=len(result.transitions),
-            prefill_share=watch.prefill_s / watch.all_s if watch.all_s else 0.0,
+            prefill_share=prefill_share(steps),
         )
 
 
-class _Watch:
-    """Sums of step times of a simulated run."""
-
-    def __init__(self) -> None:
-        self.prefill_s = self.all_s = 0.0
-
-    def ran(self, step: StepTiming) -> None:
-        seconds = sum(end_s - begin_s for begin_s, end_s in step.stages.values())
-        self.all_s += seconds
-        if any(part.stop - part.start > 1 for part in step.forward.parts):
-            self.prefill_s += seconds
+def prefill_share(steps: Sequence[StepTiming]) -> float:
+    """Return the time of steps with prompt tokens divided by the time of all steps, 0 without steps."""
+    times_s = [sum(end_s - begin_s for begin_s, end_s in step.stages.values()) for step in steps]
+    is_prefill = [any(part.stop - part.start > 1 for part in step.forward.parts) for step in steps]
+    return sum(compress(times_s, is_prefill)) / (sum(times_s) or 1.0)
 
 
 def arrivals_of(requests: Sequence[EngineRequest], max_model_len: int) -> list[Arrival]:

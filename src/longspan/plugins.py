@@ -35,7 +35,7 @@ class Plugin:
 
     def load(self) -> object:
         """Import the object that the entry point names."""
-        return self._load(self.entry_point)
+        return self.resolve(self.entry_point.value)
 
     def check(self, reference: str) -> None:
         """Raise PluginError if the module of another object of the package does not exist. Do not import it."""
@@ -49,13 +49,10 @@ class Plugin:
 
     def resolve(self, reference: str) -> object:
         """Import another object of the package."""
-        return self._load(EntryPoint(name=self.entry_point.name, value=reference, group=self.entry_point.group))
-
-    def _load(self, entry_point: EntryPoint) -> object:
         try:
-            return entry_point.load()
+            return EntryPoint(name=self.entry_point.name, value=reference, group=self.entry_point.group).load()
         except Exception as error:  # the package may raise anything
-            problem = f"{self.origin} does not load {entry_point.value} ({type(error).__name__}: {error})"
+            problem = f"{self.origin} does not load {reference} ({type(error).__name__}: {error})"
             raise PluginError(f"{problem}: {_REMEDY}") from error
 
 
