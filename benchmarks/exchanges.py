@@ -90,7 +90,7 @@ class Runner:
                         Prefill(members=members, exchange=exchange, new_tokens=length, cached_tokens=0, seconds=seconds)
                     )
         service = self._llm.service
-        service.setup = replace(service.setup, facts=replace(service.facts, profile=profile, partitions=table))
+        service.setup = replace(service.setup, facts=replace(service.setup.facts, profile=profile, partitions=table))
 
 
 def main() -> None:

@@ -52,12 +52,12 @@ class LocalEngine:
     @property
     def facts(self) -> Facts:
         """The facts of the model, the hardware and the cluster that policies use."""
-        return self.service.facts
+        return self.service.setup.facts
 
     @property
     def profile_key(self) -> ProfileKey:
         """The key of profiles of the model on this machine."""
-        return self.service.profile_key
+        return self.service.setup.profile_key
 
     @property
     def max_model_len(self) -> int:

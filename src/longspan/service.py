@@ -20,11 +20,9 @@ from longspan.core.kv_record import KvRecord
 from longspan.core.options import PolicySettings
 from longspan.core.regrouping import Change
 from longspan.core.sparse import is_tuned
-from longspan.cost.profile_key import ProfileKey
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.model.files import ModelFiles, cache_root
 from longspan.model.store import DTYPES
-from longspan.policy.facts import Facts
 from longspan.pool_sizes import by_rule, measures_memory, memory_remedy, unbounded
 from longspan.resolve import ResolvedEngine, check_windows, kernels_of
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor
@@ -79,7 +77,10 @@ class Service:
         self._host_memory: list[HostMemory] = []
         self._disks: dict[int, DiskPool] = {}
         if cluster.host_blocks:
-            self._host_memory = _map_hosts(cluster, self.block_bytes, acquired)
+            from longspan.runtime.host_pool import HostMemory  # noqa: PLC0415 - needed with a host tier only
+
+            sizes = (num_blocks * self.block_bytes for num_blocks in cluster.host_blocks)
+            self._host_memory = [acquired.enter_context(closing(HostMemory(size))) for size in sizes]
         if cluster.disk_blocks:
             self._disks = _open_disks(given, self.files, setup.model.record, cluster, self._host_memory, acquired)
         hosts_attend = given.device != "cpu" and bool(cluster.host_blocks)
@@ -111,8 +112,8 @@ class Service:
         config, policy = setup.config, setup.policy
         csa = setup.choice.given.get("csa", "")
         self._tuned = csa if is_tuned(csa) else None
-        if self.hint is not None:
-            _log.info(self.hint)
+        if policy.hint is not None:
+            _log.info(policy.hint)
         max_len = config.longest(policy)
         if given.max_model_len is None and max_len < self.info.context_length:
             where = "on devices"
@@ -175,28 +176,14 @@ class Service:
         self.input_processor.max_model_len = setup.config.longest(setup.policy)
 
     @property
-    def facts(self) -> Facts:
-        """The facts of the model, the hardware and the present cluster that policies use."""
-        return self.setup.facts
+    def policy_settings(self) -> PolicySettings:
+        """The policy's name and options."""
+        return self.setup.policy.settings
 
     @property
     def max_model_len(self) -> int:
         """The longest new request, prompt and output together, in tokens, as after a change under way."""
         return self.input_processor.max_model_len
-
-    @property
-    def profile_key(self) -> ProfileKey:
-        return self.setup.profile_key
-
-    @property
-    def hint(self) -> str | None:
-        """A hint of the policy about options that were not given."""
-        return self.setup.policy.hint
-
-    @property
-    def policy_settings(self) -> PolicySettings:
-        """The policy's name and options."""
-        return self.setup.policy.settings
 
     def update_policy(self, options: Mapping[str, str | None]) -> None:
         """Change options of the policy between steps, for new requests. None removes an option.
@@ -319,13 +306,6 @@ class Service:
             memory.close()
         for disk in self._disks.values():
             disk.close()
-
-
-def _map_hosts(cluster: Cluster, block_bytes: int, acquired: ExitStack) -> list[HostMemory]:
-    """Map the memory of the KV pool of each host."""
-    from longspan.runtime.host_pool import HostMemory  # noqa: PLC0415 - needed with a host tier only
-
-    return [acquired.enter_context(closing(HostMemory(num_blocks * block_bytes))) for num_blocks in cluster.host_blocks]
 
 
 def _open_disks(

@@ -35,7 +35,7 @@ class Reader(FakeLLM):
 
     logprob = -2.0
     info = SimpleNamespace(vocab_size=2**20)
-    service = SimpleNamespace(hint=None, policy_settings=SimpleNamespace(name="chunked"))
+    service = SimpleNamespace(policy_settings=SimpleNamespace(name="chunked"))
     engine = SimpleNamespace(config=SimpleNamespace(cluster="2xtp2"))
 
     def generate_each(

@@ -116,8 +116,8 @@ def batch(
             engine = with_best_parallel(model, engine, unanswered, num_new)
         lines = (line for line in read_batch(input_file) if line.key not in answered)
         with start(model, engine, seed=seed) as llm, _Progress(llm, num_new) as progress:
-            if llm.service.hint is not None:
-                note(llm.service.hint)
+            if (hint := llm.service.setup.policy.hint) is not None:
+                note(hint)
             answers = _answers(llm, model, served_model_name or [], progress)
             try:
                 num_bad = run_lines(lines, out, answers, progress.advance)
