@@ -65,7 +65,7 @@ class Service:
         self._max_worker_restarts = max_worker_restarts
         with ExitStack() as acquired:
             self._open(given, launcher, acquired)
-            acquired.pop_all()  # `close` releases the resources from now on
+            self._acquired = acquired.pop_all()  # `close` releases the resources from now on
 
     def _open(self, given: EngineArgs, launcher: Callable[[WorkerConfig], Launcher], acquired: ExitStack) -> None:
         """Do the work of the constructor. `acquired` holds the resources to release if it fails."""
@@ -302,10 +302,7 @@ class Service:
                 if not self.engine.settle(_SETTLE_S):
                     _log.warning("some KV was not saved, since that takes more than %g s", _SETTLE_S)
         self.executor.close()
-        for memory in self._host_memory:
-            memory.close()
-        for disk in self._disks.values():
-            disk.close()
+        self._acquired.close()
 
 
 def _open_disks(

@@ -42,9 +42,9 @@ class Scripted:
         self.asked: list[str] = []
         self._left = stop_after
 
-    def __call__(self, lines: Iterator[BatchLine]) -> Iterator[Answer]:
+    def __call__(self, requests: Iterator[tuple[BatchLine, str, bytes]]) -> Iterator[Answer]:
         held: list[BatchLine] = []
-        for line in lines:
+        for line, *_ in requests:
             self.asked.append(line.key)
             held.append(line)
             if len(held) == 2:
@@ -58,7 +58,7 @@ class Scripted:
                 raise KeyboardInterrupt
             self._left = None if self._left is None else self._left - 1
             prompt = json.loads(line.body)["prompt"]
-            yield line, 200 if "!" not in prompt else 400, {"echo": prompt}
+            yield line, 200 if "!" not in prompt else 400, {"echo": prompt, "usage": {"total_tokens": 1}}
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_each_request_has_an_answer_in_openais_form(batch: Batch, tmp_path: Path
     assert first["id"] == "batch_req_2"
     assert first["error"] is None
     assert first["response"].keys() == {"status_code", "request_id", "body"}
-    assert (first["response"]["status_code"], first["response"]["body"]) == (200, {"echo": "about b"})
+    assert (first["response"]["status_code"], first["response"]["body"]["echo"]) == (200, "about b")
     assert len({line["response"]["request_id"] for line in out}) == 6
 
 
@@ -180,7 +180,7 @@ def test_few_lines_are_read_ahead(tmp_path: Path) -> None:
     with appended(path) as out:
         num_done = 0
 
-        def done() -> None:
+        def done(_: object) -> None:
             nonlocal num_done
             num_done += 1
             ahead.append(num_read - num_done)

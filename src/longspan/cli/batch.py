@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Self
@@ -70,10 +71,8 @@ class BatchLine:
         return self.id if self.custom_id is None else self.custom_id
 
 
-Answers = Callable[[Iterator[BatchLine]], Iterator[tuple[BatchLine, int, dict[str, Any]]]]
-"""Answers requests, in any order, as tuples of request, HTTP status and body."""
-
-
+Answers = Callable[[Iterator[tuple[BatchLine, str, bytes]]], Iterator[tuple[BatchLine, int, dict[str, Any]]]]
+"""Answers requests, in any order: from tuples of request, URL and body to tuples of request, HTTP status and body."""
 _ENGINE = EngineArgs()
 
 
@@ -119,6 +118,7 @@ def batch(
             if (hint := llm.service.setup.policy.hint) is not None:
                 note(hint)
             answers = _answers(llm, model, served_model_name or [], progress)
+            progress.begun_s = time.monotonic()
             try:
                 num_bad = run_lines(lines, out, answers, progress.advance)
             finally:  # also when a worker is lost, or a signal ends the run
@@ -130,21 +130,27 @@ def batch(
     return 2 if num_bad else 0
 
 
-def run_lines(lines: Iterator[BatchLine], out: IO[bytes], answers: Answers, done: Callable[[], object]) -> int:
-    """Write an answer for each line as soon as there is one, and call `done`. Return the number of failures."""
+def run_lines(
+    lines: Iterator[BatchLine], out: IO[bytes], answers: Answers, done: Callable[[dict[str, Any] | None], object]
+) -> int:
+    """Write an answer for each line as soon as there is one. Return the number of failures.
+
+    `done` is called with the body of an answer with status 200, and with None for each failure.
+    """
     num_bad = 0
 
     def write(line: BatchLine, *, response: dict[str, Any] | None, error: dict[str, str] | None) -> None:
         nonlocal num_bad
-        num_bad += response is None or response["status_code"] != 200
+        body = response["body"] if response is not None and response["status_code"] == HTTPStatus.OK else None
+        num_bad += body is None
         named = {"id": line.id, "custom_id": line.custom_id}
         append(out, msgspec.json.encode({**named, "response": response, "error": error}) + b"\n")
-        done()
+        done(body)
 
-    def requests() -> Iterator[BatchLine]:
+    def requests() -> Iterator[tuple[BatchLine, str, bytes]]:
         for line in lines:
             if line.error is None:
-                yield line
+                yield line, line.url, line.body
             else:
                 write(line, response=None, error={"code": "invalid_request", "message": line.error})
 
@@ -160,17 +166,8 @@ def _answers(llm: LLM, model: str, names: list[str], progress: _Progress) -> Ans
     all_names = tuple(dict.fromkeys([*names, model, llm.service.files.name]))
     served = ServedModel(input_processor=llm.input_processor, names=all_names)
     max_groups, max_tokens = concurrency(llm.engine.config)
-
-    def answers(lines: Iterator[BatchLine]) -> Iterator[tuple[BatchLine, int, dict[str, Any]]]:
-        requests = ((line, line.url, line.body) for line in progress.taken(lines))
-        for line, status, body in answer_each(
-            llm, served, requests, max_groups=max_groups, max_waiting_tokens=max_tokens, stepped=progress.stepped
-        ):
-            if status == HTTPStatus.OK:
-                progress.count(body["usage"]["total_tokens"])
-            yield line, status, body
-
-    return answers
+    bounds = {"max_groups": max_groups, "max_waiting_tokens": max_tokens}
+    return partial(answer_each, llm, served, **bounds, stepped=progress.stepped)
 
 
 def concurrency(config: EngineConfig) -> tuple[int, int]:
@@ -228,18 +225,11 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def taken(self, lines: Iterator[BatchLine]) -> Iterator[BatchLine]:
-        """Yield the requests. The run begins with the first request."""
-        self.begun_s = time.monotonic()
-        yield from lines
-
-    def count(self, num_tokens: int) -> None:
-        """Count a served request with its tokens."""
-        self.num_tokens += num_tokens
-        self.num_served += 1
-
-    def advance(self) -> None:
-        """Count an answer, even with an error."""
+    def advance(self, body: dict[str, Any] | None) -> None:
+        """Count an answer, and the tokens of its body. A failure has no body."""
+        if body is not None:
+            self.num_tokens += body["usage"]["total_tokens"]
+            self.num_served += 1
         self._num_done += 1
         if not self._bar.disable:
             self._bar.update(max(0, self._num_done - self._bar.n))

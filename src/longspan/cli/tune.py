@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from longspan.args import EngineArgs
 from longspan.cli.inputs import read_text
 from longspan.cli.options import start, verb
-from longspan.cli.outputs import check_writable, write_result
+from longspan.cli.outputs import check_writable, number_table, write_result
 from longspan.core.options import Option
 from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from longspan.evals import Text
     from longspan.llm import LLM
     from longspan.policy.csps.tuned import HeldOut, Tuned
@@ -110,11 +111,9 @@ def _accuracy(held_out: HeldOut) -> str:
 
 def _table(found: Tuned) -> Table:
     """Shows the largest drop ratios without a predicted loss, by length, levels and mode."""
-    table = Table(title="Largest drop ratio of level 2 without loss", title_justify="left")
-    table.add_column("tokens", justify="right")
     columns = [(levels, mode) for levels in sorted(found.levels() - {1}) for mode in found.modes()]
-    for levels, mode in columns:
-        table.add_column(f"{levels} levels, {mode}", justify="right")
+    names = (f"{levels} levels, {mode}" for levels, mode in columns)
+    table = number_table("Largest drop ratio of level 2 without loss", "tokens", *names)
     for length in sorted({one.num_tokens for one in found.points}):
         most = (found.max_drop_without_loss(length, levels, mode) for levels, mode in columns)
         table.add_row(f"{length:,}", *("" if one is None else f"{one:.0%}" for one in most))
