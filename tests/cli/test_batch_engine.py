@@ -22,6 +22,7 @@ from longspan import LLM, SamplingParams
 from longspan.cli import app, options
 from longspan.serve.convert import ServedModel
 from longspan.serve.responses import answer_each
+from longspan.serve.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
 PROMPTS = ["Once upon a time", "The capital of France is", "1, 2, 3,"]
@@ -41,7 +42,7 @@ def llm(speaking: LLM) -> LLM:
 def answers(llm: LLM, *bodies: tuple[str, dict[str, Any]], most: int = 2) -> list[Answer]:
     """In the order of the requests."""
     requests = ((tag, url, json.dumps(body).encode()) for tag, (url, body) in enumerate(bodies))
-    served = ServedModel(input_processor=llm.input_processor, names=("m", "n"))
+    served = ServedModel(input_processor=llm.input_processor, settings=ServerSettings(model_names=("m", "n")))
     found = (
         Answer(*answer) for answer in answer_each(llm, served, requests, max_groups=most, max_waiting_tokens=2**21)
     )

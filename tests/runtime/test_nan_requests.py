@@ -20,6 +20,7 @@ from longspan import SamplingParams
 from longspan.outputs import RequestOutput
 from longspan.serve.convert import ServedModel
 from longspan.serve.responses import answer_each
+from longspan.serve.settings import ServerSettings
 
 POISON = 7
 """A token whose embedding is NaN, and which no clean prompt has and no request samples."""
@@ -175,7 +176,7 @@ def test_a_batch_file_gets_the_answer_of_a_server(poisoned: Path) -> None:
     bodies = [{"prompt": prompt, "max_tokens": 2} for prompt in (DIRTY[0], PROMPTS[0])]
     requests = ((index, COMPLETIONS, json.dumps(body).encode()) for index, body in enumerate(bodies))
     with engine(poisoned) as llm:
-        served = ServedModel(input_processor=llm.input_processor, names=("m",))
+        served = ServedModel(input_processor=llm.input_processor, settings=ServerSettings(model_names=("m",)))
         answers = {tag: rest for tag, *rest in answer_each(llm, served, requests, max_groups=2, max_waiting_tokens=999)}
     assert {tag: status for tag, (status, _) in answers.items()} == {0: 500, 1: 200}
     error = answers[0][1]["error"]

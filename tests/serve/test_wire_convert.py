@@ -22,6 +22,7 @@ from longspan.serve.convert import (
 )
 from longspan.serve.errors import WireError
 from longspan.serve.requests import CompletionRequest, DetokenizeRequest
+from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import InputProcessor
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
@@ -163,7 +164,9 @@ def test_prompts_in_every_form() -> None:
 def test_a_text_that_the_tokenizer_makes_nothing_of_is_named() -> None:
     knows_nothing = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
     input_processor = InputProcessor(tokenizer=knows_nothing, vocab_size=1, max_model_len=9)
-    served = ServedModel(input_processor=input_processor, names=("m",), limits=SERVED.limits)
+    served = ServedModel(
+        input_processor=input_processor, settings=ServerSettings(model_names=("m",), limits=SERVED.settings.limits)
+    )
     request = read(CompletionRequest, {"prompt": ["a", "€"]})
     with pytest.raises(WireError, match="tokenizer has no tokens for this text") as caught:
         completion_requests(request, served)
@@ -186,7 +189,7 @@ def with_template(template: str) -> ServedModel:
     bare = type(tokenizer()).from_pretrained(tokenizer().name_or_path)
     bare.chat_template = template
     input_processor = InputProcessor(tokenizer=bare, vocab_size=len(bare), max_model_len=512)
-    return ServedModel(input_processor=input_processor, names=("tiny",))
+    return ServedModel(input_processor=input_processor, settings=ServerSettings(model_names=("tiny",)))
 
 
 def rendered(template: str, **fields: Any) -> str | None:
@@ -295,7 +298,7 @@ class UntouchedTokenizer:
 )
 def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(prompt: object, param: str) -> None:
     untouched = InputProcessor(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8)
-    served = ServedModel(input_processor=untouched, names=("tiny",))
+    served = ServedModel(input_processor=untouched, settings=ServerSettings(model_names=("tiny",)))
     with pytest.raises(
         WireError, match=r"length is 8 tokens.*has 33 characters, so more than 8 tokens .max_model_len.*shorten"
     ) as caught:
@@ -307,7 +310,7 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(prompt: objec
 def test_a_conversation_that_cannot_fit_is_refused_without_being_tokenized(size: int) -> None:
     """By its rendered text, or before that by its contents."""
     untouched = InputProcessor(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8)
-    served = ServedModel(input_processor=untouched, names=("tiny",))
+    served = ServedModel(input_processor=untouched, settings=ServerSettings(model_names=("tiny",)))
     parts = [{"type": "text", "text": "x" * size}] * 3
     talk = [{"role": "user", "content": parts}, {"role": "user", "content": "x" * size}]
     with pytest.raises(WireError, match=f"{36 if size == 9 else 33} characters") as caught:
@@ -350,7 +353,10 @@ def test_tokenized_texts_are_bounded_too() -> None:
 
 
 def test_without_a_tokenizer_only_token_ids_are_served() -> None:
-    bare = ServedModel(input_processor=InputProcessor(tokenizer=None, vocab_size=9, max_model_len=8), names=("tiny",))
+    bare = ServedModel(
+        input_processor=InputProcessor(tokenizer=None, vocab_size=9, max_model_len=8),
+        settings=ServerSettings(model_names=("tiny",)),
+    )
     assert completion_requests(read(CompletionRequest, {"prompt": [1, 2]}), bare)[0].token_ids == (1, 2)
     refused = [
         lambda: completion_requests(read(CompletionRequest, {"prompt": "a"}), bare),

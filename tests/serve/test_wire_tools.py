@@ -39,7 +39,7 @@ NAMED = {"type": "function", "function": {"name": "time"}}
 def served(template: str | None = "hermes", **settings: Any) -> ServedModel:
     tokenizer = tool_tokenizer(template, with_markers=True)
     used = InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=512)
-    return ServedModel(input_processor=used, names=("tiny",), **settings)
+    return ServedModel(input_processor=used, settings=ServerSettings(model_names=("tiny",), **settings))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ from longspan.outputs import Logprob, LogprobsOfToken
 from longspan.serve.convert import ServedModel, read_request
 from longspan.serve.messages import Delta
 from longspan.serve.responses import Assembler
-from longspan.serve.settings import RequestLimits
+from longspan.serve.settings import RequestLimits, ServerSettings
 from longspan.text.input_processor import EngineRequest, InputProcessor
 from longspan.text.tokenizer import Detokenizer, token_text
 
@@ -31,7 +31,10 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 def world(**limits: int) -> ServedModel:
     input_processor = InputProcessor(tokenizer=tokenizer(), vocab_size=len(tokenizer()), max_model_len=512)
-    return ServedModel(input_processor=input_processor, names=("smollm2",), limits=RequestLimits(**limits))
+    return ServedModel(
+        input_processor=input_processor,
+        settings=ServerSettings(model_names=("smollm2",), limits=RequestLimits(**limits)),
+    )
 
 
 def read(model: type[RequestT], fields: dict[str, Any], limits: RequestLimits | None = None) -> RequestT:

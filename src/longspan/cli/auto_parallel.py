@@ -49,6 +49,7 @@ def _arrivals(machine: Machine, lines: Iterable[BatchLine]) -> list[Arrival]:
     from longspan.serve.convert import ServedModel  # noqa: PLC0415 - loads transformers
     from longspan.serve.errors import WireError  # noqa: PLC0415
     from longspan.serve.responses import engine_requests_of  # noqa: PLC0415
+    from longspan.serve.settings import ServerSettings  # noqa: PLC0415
     from longspan.text.input_processor import InputProcessor  # noqa: PLC0415
     from longspan.text.tokenizer import load_tokenizer  # noqa: PLC0415
 
@@ -56,7 +57,7 @@ def _arrivals(machine: Machine, lines: Iterable[BatchLine]) -> list[Arrival]:
     max_model_len = given.max_model_len or info.context_length
     tokenizer = None if given.skip_tokenizer_init else load_tokenizer(machine.model.files)
     processor = InputProcessor(tokenizer=tokenizer, vocab_size=info.vocab_size, max_model_len=max_model_len)
-    served = ServedModel(input_processor=processor, names=())
+    served = ServedModel(input_processor=processor, settings=ServerSettings())
     arrivals = []
     for line in lines:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from inspect import signature
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from longspan.serve.requests import (
     JsonObjectFormat,
     JsonSchemaFormat,
 )
-from longspan.serve.settings import RequestLimits
+from longspan.serve.settings import RequestLimits, ServerSettings
 from longspan.text.input_processor import TEMPLATE_ERRORS, EngineRequest, InputProcessor
 from longspan.text.tools import FORMATS, CallReader, ToolFormat, calls_grammar, detect_format
 
@@ -53,30 +53,22 @@ _SAMPLING_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """The model that requests are converted for, and their limits.
-
-    Attributes:
-        names: names of the model in requests. Responses have the first name.
-        tool_call_parser: the format of the model's calls, one of `FORMATS`, or auto to detect it in the chat template.
-        enable_auto_tool_choice: whether the model may choose tools if a request does not say.
-    """
+    """The model that requests are converted for, and the settings of its server, with limits of requests."""
 
     input_processor: InputProcessor
-    names: tuple[str, ...]
-    limits: RequestLimits = field(default_factory=RequestLimits)
-    tool_call_parser: str = "auto"
-    enable_auto_tool_choice: bool = True
+    settings: ServerSettings
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
         """The format of the model's calls, if it is known."""
-        given = self.tool_call_parser
+        given = self.settings.tool_call_parser
         return detect_format(self.input_processor) if given == "auto" else FORMATS[given]
 
     def check_name(self, name: str | None) -> None:
         """Raise a WireError 404 when a request names another model."""
-        if name is not None and name not in self.names:
-            problem = f"there is no model {name[:100]!r} here, but {', '.join(self.names)} (--served-model-name)"
+        names = self.settings.model_names
+        if name is not None and name not in names:
+            problem = f"there is no model {name[:100]!r} here, but {', '.join(names)} (--served-model-name)"
             raise WireError(problem, "model", 404, "model_not_found")
 
 
@@ -141,7 +133,7 @@ def completion_requests(
     request: CompletionRequest, served: ServedModel, grammar: str | None = None
 ) -> list[EngineRequest]:
     """Make one engine request per prompt, in order. `grammar` is the result of `grammar_of`, if it was called."""
-    _check_sizes(request, served.limits)
+    _check_sizes(request, served.settings.limits)
     scored = (request.prompt_logprobs, request.logprobs if request.echo else None)
     params = _params(
         request,
@@ -157,7 +149,7 @@ def completion_requests(
     prompts = [given] if is_single else given
     with as_wire_errors("n"):
         problem = f"{params.n} for each of {len(prompts)} prompts are {len(prompts) * params.n} choices"
-        served.limits.check("max_choices", len(prompts) * params.n, problem, "send several requests")
+        served.settings.limits.check("max_choices", len(prompts) * params.n, problem, "send several requests")
     named = [("prompt" if is_single else f"prompt[{index}]", prompt) for index, prompt in enumerate(prompts)]
     for name, prompt in named:  # check all prompts before the first is tokenized
         if isinstance(prompt, str):
@@ -182,7 +174,7 @@ def completion_requests(
 
 def chat_request(request: ChatCompletionRequest, served: ServedModel, grammar: str | None = None) -> EngineRequest:
     """Make the engine request of a conversation. `grammar` is the result of `grammar_of`, if it was called."""
-    _check_sizes(request, served.limits)
+    _check_sizes(request, served.settings.limits)
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     max_tokens: int | None = getattr(request, name)
     params = _params(
@@ -210,9 +202,9 @@ def tokenized(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
     """Return the body of the response to `/tokenize`."""
 
     def check_chars(length: int) -> None:
-        served.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
+        served.settings.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
 
-    _check_sizes(request, served.limits)
+    _check_sizes(request, served.settings.limits)
     input_processor = served.input_processor
     with as_wire_errors("prompt"):
         if request.messages is None:
@@ -230,7 +222,7 @@ def detokenized(request: DetokenizeRequest, served: ServedModel) -> dict[str, An
     """Return the body of the response to `/detokenize`. Special tokens appear by name."""
     length, vocab_size = len(request.tokens), served.input_processor.vocab_size
     with as_wire_errors("tokens"):
-        served.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
+        served.settings.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
     if served.input_processor.tokenizer is None:
         raise WireError("this server has no tokenizer (--skip-tokenizer-init): start it without that flag", "tokens")
     unknown = next((token for token in request.tokens if token >= vocab_size), None)
@@ -267,7 +259,7 @@ def tool_format(request: ChatCompletionRequest, served: ServedModel) -> ToolForm
     with as_wire_errors("tools"):
         served.input_processor.check_knows_tools()
     remedy = "set tool_choice to required, or to a function"
-    if request.tool_choice in (None, "auto") and not served.enable_auto_tool_choice:
+    if request.tool_choice in (None, "auto") and not served.settings.enable_auto_tool_choice:
         raise WireError(f"auto is disabled on this server (--enable-auto-tool-choice): {remedy}", "tool_choice")
     if request.tool_choice in (None, "auto") and served.tool_format is None:
         parsers = ", ".join(FORMATS)

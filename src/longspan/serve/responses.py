@@ -60,13 +60,13 @@ def prepared(
 
 def engine_requests_of(url: str, body: bytes, served: ServedModel) -> Sequence[EngineRequest]:
     """Make the engine requests of a request by its route and its JSON. Raise WireError if it cannot be served."""
-    request = read_request(_BODIES[url], body, served.limits)
+    request = read_request(_BODIES[url], body, served.settings.limits)
     return prepared(request, served, request_id="", model="").engine_requests
 
 
 def answer_each(
     llm: LLM,
-    model: ServedModel,
+    served: ServedModel,
     requests: Iterable[tuple[TagT, str, bytes]],
     *,
     max_groups: int,
@@ -85,11 +85,11 @@ def answer_each(
 
     def group(tag: TagT, url: str, body: bytes) -> tuple[tuple[TagT, Assembler | ServeError], Sequence[EngineRequest]]:
         try:
-            request = read_request(_BODIES[url], body, model.limits)
-            model.check_name(request.model)
+            request = read_request(_BODIES[url], body, served.settings.limits)
+            served.check_name(request.model)
             if request.stream:
                 raise WireError("batch files have no streamed answers: leave it out", "stream")
-            assembler = prepared(request, model, request_id=uuid.uuid4().hex, model=model.names[0])
+            assembler = prepared(request, served, request_id=uuid.uuid4().hex, model=served.settings.model_names[0])
             with as_wire_errors("messages" if isinstance(request, ChatCompletionRequest) else "prompt"):
                 for engine_request in assembler.engine_requests:
                     llm.service.engine.check(len(engine_request.token_ids))

@@ -62,21 +62,14 @@ class Server:
 
     def __init__(self, engine: EngineClient, input_processor: InputProcessor, settings: ServerSettings) -> None:
         assert engine.started is not None, "the engine was started"
-        names, self._created = settings.model_names, int(time.time())
-        self.engine, self.settings = engine, settings
-        self.served = ServedModel(
-            input_processor=input_processor,
-            names=names,
-            limits=settings.limits,
-            tool_call_parser=settings.tool_call_parser,
-            enable_auto_tool_choice=settings.enable_auto_tool_choice,
-        )
+        self.engine, self.settings, self._created = engine, settings, int(time.time())
+        self.served = ServedModel(input_processor=input_processor, settings=settings)
         if input_processor.tokenizer is not None:
             _ = input_processor.max_prompt_chars  # computed before the first request
         self.intake = Intake()
         self.metrics = Metrics(
             settings.metrics_prefix,
-            names[0],
+            settings.model_names[0],
             num_instances=engine.started.num_instances,
             num_kv_blocks=engine.started.num_kv_blocks,
         )
@@ -92,7 +85,7 @@ class Server:
     @property
     def models(self) -> ModelList:
         """The names of the model, with the present maximum request length."""
-        names, length = self.served.names, self.served.input_processor.max_model_len
+        names, length = self.settings.model_names, self.served.input_processor.max_model_len
         cards = [ModelCard(id=name, created=self._created, root=names[0], max_model_len=length) for name in names]
         return ModelList(data=cards)
 
@@ -178,7 +171,7 @@ class Server:
         return await pool.run(grammar_of, body, self.served)
 
     def _prepared(self, request: Request, body: TextRequest, grammar: str) -> Assembler:
-        name = body.model or self.served.names[0]
+        name = body.model or self.settings.model_names[0]
         assembler = prepared(body, self.served, request_id=request.state.request_id, model=name, grammar=grammar)
         num_tokens = sum(len(engine_request.token_ids) for engine_request in assembler.engine_requests)
         with as_wire_errors("prompt"):
