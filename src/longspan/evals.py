@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from longspan.core.sampling import SamplingParams
 from longspan.errors import ParameterError
 from longspan.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from longspan.llm import LLM
 
 Tokenize = Callable[[str], list[int]]
 """Returns the token ids of a text, without special tokens."""
@@ -32,7 +36,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Python's manual in the tokens of a model.
+    """A text, by default Python's manual, in the tokens of a model.
 
     Attributes:
         begin: special tokens at the beginning of every prompt.
@@ -42,9 +46,10 @@ class Text:
     begin: list[int]
 
     @staticmethod
-    def of(tokenize: Tokenize, begin: list[int]) -> Text:
-        topics = sorted(pydoc_data.topics.topics.items())
-        return Text(token_ids=tokenize("\n\n".join(topic for _, topic in topics)), begin=begin)
+    def of(llm: LLM, text: str | None = None) -> Text:
+        if text is None:
+            text = "\n\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
+        return Text(token_ids=llm.tokenize(text, add_special_tokens=False), begin=llm.tokenize(""))
 
     def window(self, num_tokens: int, index: int, num_windows: int) -> list[int]:
         """Return one of `num_windows` windows, whose starts are evenly spread over the text."""

@@ -103,7 +103,6 @@ class Journal:
 
 def text_of(llm: LLM, data: Path | None) -> evals.Text:
     """Return the text of a file, or Python's manual. Raise ValueError if the file cannot be read."""
-    begin, tokenize = llm.tokenize(""), partial(llm.tokenize, add_special_tokens=False)
     if data is None:
         return evals.Text.of(tokenize, begin=begin)
     try:

@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -162,9 +162,10 @@ def run_lines(
 def _answers(llm: LLM, model: str, names: list[str], progress: _Progress) -> Answers:
     from longspan.serve.convert import ServedModel  # noqa: PLC0415
     from longspan.serve.responses import answer_each  # noqa: PLC0415  # loads transformers
+    from longspan.serve.settings import ServerSettings  # noqa: PLC0415
 
     all_names = tuple(dict.fromkeys([*names, model, llm.service.files.name]))
-    served = ServedModel(input_processor=llm.input_processor, names=all_names)
+    served = ServedModel(input_processor=llm.input_processor, settings=ServerSettings(model_names=all_names))
     max_groups, max_tokens = concurrency(llm.engine.config)
     bounds = {"max_groups": max_groups, "max_waiting_tokens": max_tokens}
     return partial(answer_each, llm, served, **bounds, stepped=progress.stepped)
@@ -344,8 +345,6 @@ def appended(path: Path) -> Iterator[IO[bytes]]:
         raise ParameterError("output_file", problem, path)
     try:
         file = path.open("ab", buffering=0)
-    except OSError as error:
-        raise _not_written(path, error) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -364,10 +363,8 @@ def append(file: IO[bytes], line: bytes) -> None:
     """Write a line to an unbuffered file. Raise ValueError if the disk is full. `answered_in` removes a cut line."""
     rest = memoryview(line)
     while rest:
-        try:
+        with _writing(Path(file.name)):
             rest = rest[file.write(rest) :]
-        except OSError as error:
-            raise _not_written(Path(file.name), error) from None
 
 
 def _named(text: bytes) -> _Named:

@@ -129,7 +129,7 @@ def _needle(
     llm: LLM, lengths: Sequence[int], depths: Sequence[float], num_samples: int, seed: int
 ) -> tuple[dict[str, object], Table]:
     tokenize = partial(llm.tokenize, add_special_tokens=False)
-    hide = partial(evals.needles, _text(llm), tokenize, depths=depths, num_samples=num_samples, seed=seed)
+    hide = partial(evals.needles, evals.Text.of(llm), tokenize, depths=depths, num_samples=num_samples, seed=seed)
     needles = [hide(length) for length in lengths]
     outputs = _outputs(llm, [[needle.prompt for needle in group] for group in needles], evals.NEEDLE_PARAMS)
     answers = [
@@ -155,7 +155,7 @@ def _share(results: Sequence[NeedleResult]) -> float:
 def _score(
     llm: LLM, lengths: Sequence[int], num_samples: int, exact: Recording | None, *, num_top: int
 ) -> list[ScoredWindow]:
-    cut = partial(evals.perplexity_prompts, _text(llm), num_samples=num_samples)
+    cut = partial(evals.perplexity_prompts, evals.Text.of(llm), num_samples=num_samples)
     prompts = [cut(length) for length in lengths]
     if exact is not None:
         evals.check_same_windows(exact, list(chain.from_iterable(prompts)))
@@ -187,10 +187,6 @@ def _perplexity_of(windows: Sequence[ScoredWindow], exact: Recording | None) -> 
 # ---------------------------------------------------------------- engine and files
 
 
-def _text(llm: LLM) -> evals.Text:
-    return evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=llm.tokenize(""))
-
-
 def _outputs(llm: LLM, groups: Sequence[Sequence[list[int]]], params: SamplingParams) -> Iterator[RequestOutput]:
     """Yield the outputs in order. Prompts of a group run together. A progress bar counts finished prompts."""
     for prompt in chain.from_iterable(groups):
@@ -203,6 +199,8 @@ def _outputs(llm: LLM, groups: Sequence[Sequence[list[int]]], params: SamplingPa
 
 
 def _read(path: Path) -> Recording:
+    with file_errors(f"--against {str(path)!r} cannot be read"):
+        data = read_bytes(path, _MAX_SAVED_BYTES)
     try:
         return msgspec.json.decode(read_bytes(path, _MAX_SAVED_BYTES), type=Recording)
     except OSError as error:

@@ -113,10 +113,9 @@ class Tool(WireModel):
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool in the form of chat templates."""
-        function = self.function
-        described = {} if function.description is None else {"description": function.description}
-        parameters = function.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
+        named = self.function.model_dump(include={"name", "description"}, exclude_none=True)
+        parameters = self.function.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": {**named, "parameters": parameters}}
 
 
 Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])

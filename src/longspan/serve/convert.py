@@ -33,6 +33,8 @@ from longspan.serve.requests import (
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
+    ResponseFormat,
+    Schema,
 )
 from longspan.serve.settings import RequestLimits, ServerSettings
 from longspan.text.input_processor import TEMPLATE_ERRORS, EngineRequest, InputProcessor
@@ -237,10 +239,9 @@ def grammar_kind(request: GenerationRequest) -> str:
         return "tools"
     if request.structured_outputs is not None:
         return "json_object" if request.structured_outputs.json_object else "other"
-    chosen = request.response_format
-    if isinstance(chosen, JsonObjectFormat) and chosen.schema_ is not None:
+    if _schema_of(request.response_format) is not None:
         return "json_schema"
-    return "text" if chosen is None else chosen.type
+    return "text" if request.response_format is None else request.response_format.type
 
 
 def grammar_of(request: GenerationRequest, served: ServedModel) -> str:
@@ -282,12 +283,9 @@ def call_reader(request: ChatCompletionRequest, served: ServedModel) -> Callable
 
 
 def _tool_grammar(request: ChatCompletionRequest, form: ToolFormat, input_processor: InputProcessor) -> str:
-    content = request.response_format
-    schema = None
-    if isinstance(content, JsonSchemaFormat):
-        schema = content.json_schema.schema_
-    elif isinstance(content, JsonObjectFormat):
-        schema = content.schema_ or {"type": "object"}
+    schema = _schema_of(request.response_format)
+    if isinstance(request.response_format, JsonObjectFormat):
+        schema = schema or {"type": "object"}
     with as_wire_errors("tools"):
         return calls_grammar(
             form,
@@ -301,16 +299,19 @@ def _tool_grammar(request: ChatCompletionRequest, form: ToolFormat, input_proces
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
     """Return the constraint of outputs, or None for free text. Raise ValueError if the constraint is malformed."""
-    chosen = request.response_format
-    if isinstance(chosen, JsonObjectFormat):
-        has_schema = chosen.schema_ is not None
-        return StructuredOutputsParams(json=chosen.schema_) if has_schema else StructuredOutputsParams(json_object=True)
-    if chosen is not None and chosen.type == "json_schema":
-        return StructuredOutputsParams(json=chosen.json_schema.schema_)
-    if request.structured_outputs is None:
-        return None
-    fields = request.structured_outputs.fields
-    return StructuredOutputsParams(**{name: value for name, value in fields.items() if value is not None})
+    if (schema := _schema_of(request.response_format)) is not None:
+        return StructuredOutputsParams(json=schema)
+    if isinstance(request.response_format, JsonObjectFormat):
+        return StructuredOutputsParams(json_object=True)
+    given = request.structured_outputs
+    return None if given is None else StructuredOutputsParams(**given.model_dump(by_alias=True, exclude_none=True))
+
+
+def _schema_of(form: ResponseFormat | None) -> Schema | None:
+    """Return the JSON schema of a response format, if it has one."""
+    if isinstance(form, JsonSchemaFormat):
+        return form.json_schema.schema_
+    return form.schema_ if isinstance(form, JsonObjectFormat) else None
 
 
 def _params(

@@ -187,13 +187,10 @@ def check_exactly_one(values: Mapping[str, object]) -> None:
         raise WireError(f"exactly one of {', '.join(values)} must be given, but {' and '.join(given) or 'none'} is")
 
 
-_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
-
-
 class StructuredOutputs(WireModel):
     """Constraint that outputs must follow: exactly one of these fields."""
 
-    model_config = ConfigDict(json_schema_extra=exactly_one(*_CONSTRAINTS))
+    model_config = ConfigDict(json_schema_extra=exactly_one("json", "regex", "choice", "grammar", "json_object"))
 
     json_: SomeText | Schema | None = Field(default=None, alias="json")
     """A JSON schema, or its text."""
@@ -208,13 +205,8 @@ class StructuredOutputs(WireModel):
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
-        check_exactly_one(self.fields)
+        check_exactly_one(self.model_dump(by_alias=True))
         return self
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The constraints by their names in JSON."""
-        return {name: self.json_ if name == "json" else getattr(self, name) for name in _CONSTRAINTS}
 
 
 def has_value(field: str, schema: Schema) -> Schema:
