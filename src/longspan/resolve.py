@@ -189,10 +189,6 @@ class ResolvedEngine:
         clusters = self.facts.phases or (self.config.cluster,)
         return measured_cost(self.profile_key, self.model.shape, clusters, self.given.block_size)
 
-    def with_pools_of(self, kv_bytes: KvBytes) -> ResolvedEngine:
-        """Resolve the same options with another rule for the memory of KV."""
-        return ResolvedEngine.of(self.given, self.model, kv_bytes=kv_bytes)
-
     def with_policy(self, policy: str, options: Mapping[str, str]) -> ResolvedEngine:
         """Resolve another policy for the same cluster. Raise ValueError for an unknown policy or wrong options."""
         cluster = self.config.cluster

@@ -147,7 +147,7 @@ class Service:
         try:
             self.executor = acquired.enter_context(self._start_workers(cluster))
             memory = DeviceMemory(cluster=cluster, record=setup.model.record, ranks=self.executor.measure(largest))
-            setup = setup.with_pools_of(memory.kv_bytes)
+            setup = ResolvedEngine.of(setup.given, setup.model, kv_bytes=memory.kv_bytes)
             self.executor.change_pools(setup.config.cluster)
         except OutOfMemoryError as error:
             step = f"a step of {setup.config.max_num_batched_tokens} tokens"

@@ -157,7 +157,8 @@ def _request_row(name: str, served: Sequence[Served], splits: Sequence[TimeSplit
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
 
-    times = [[value for value in values if value is not None] for values in zip(*map(_seconds_of, splits), strict=True)]
+    by_cause = zip(*(asdict(split).values() for split in splits), strict=True)
+    times = [[value for value in values if value is not None] for values in by_cause]
     return (
         name,
         seconds(served[0].arrival_s) if len(served) == 1 else "",
@@ -169,10 +170,6 @@ def _request_row(name: str, served: Sequence[Served], splits: Sequence[TimeSplit
         seconds(mean([request.e2e_s for request in served])),
         *(seconds(mean(values)) if values else "in compute" for values in times),
     )
-
-
-def _seconds_of(split: TimeSplit) -> tuple[float | None, ...]:
-    return tuple(asdict(split).values())
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -191,17 +188,13 @@ def _words(value: object) -> str:
 
 
 def _figures(records: Sequence[Record]) -> list[tuple[str, str, Figure]]:
-    note = "Fraction of requests by maximum TTFT."
+    ttft, tbt = "Fraction of requests by maximum TTFT.", "Fraction of all times between tokens by maximum time."
     lengths = "TTFT by prompt tokens, including cached tokens."
     return [
         ("Instances", *_over_time(records)),
         ("TTFT by length", lengths + _thinned(records), _by_length(records)),
-        ("TTFT", note, _distribution(records, lambda record: record.result.ttfts_s)),
-        (
-            "TBT",
-            "Fraction of all times between tokens by maximum time.",
-            _distribution(records, lambda record: record.result.tbts_s),
-        ),
+        ("TTFT", ttft, _distribution(records, lambda record: record.result.ttfts_s)),
+        ("TBT", tbt, _distribution(records, lambda record: record.result.tbts_s)),
     ]
 
 
@@ -227,7 +220,9 @@ def _over_time(records: Sequence[Record]) -> tuple[str, Figure]:
         axis = {"tickvals": list(range(len(shown))), "ticktext": shown, "autorange": "reversed"}
         figure.update_yaxes(title="instance", **axis, row=row, col=1)
     for colour, record in zip(_COLOURS * len(records), records, strict=False):
-        for offset, lines in enumerate((_ttfts(record), _queue(record), _kv(record)), start=1):
+        ttfts = _scatter(record, [request.arrival_s for request in _points(record)])
+        queue = _steps(record, [moment.num_waiting for moment in record.timeline.moments], "waiting", "solid")
+        for offset, lines in enumerate(([ttfts], [queue], _kv(record)), start=1):
             for line in lines:
                 name = " ".join(filter(None, (record.policy if named else "", line.name)))
                 line.update(name=name, marker={"color": colour}, showlegend=offset != 1 or named)
@@ -239,14 +234,6 @@ def _over_time(records: Sequence[Record]) -> tuple[str, Figure]:
     figure.update_layout(height=total + 140, bargap=0.12, barmode="overlay", uniformtext=_NUMBERS, **_LAYOUT)
     figure.update_layout(legend={"orientation": "h", "yanchor": "top", "y": -60 / total})
     return f"{note} Zooming one chart zooms all charts over time.", figure
-
-
-def _ttfts(record: Record) -> list[Scatter]:
-    return [_scatter(record, [request.arrival_s for request in _points(record)])]
-
-
-def _queue(record: Record) -> list[Scatter]:
-    return [_steps(record, [moment.num_waiting for moment in record.timeline.moments], "waiting", "solid")]
 
 
 def _kv(record: Record) -> list[Scatter]:
