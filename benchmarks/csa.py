@@ -105,11 +105,11 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _quality(llm: LLM, args: argparse.Namespace) -> int:
-    text = evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=llm.tokenize(""))
+    text = evals.Text.of(llm)
     hide = partial(
         evals.needles,
+        llm,
         text,
-        partial(llm.tokenize, add_special_tokens=False),
         depths=_DEPTHS,
         num_samples=args.num_samples,
         seed=0,
@@ -207,7 +207,7 @@ def _table(rows: Sequence[Quality]) -> Table:
 
 
 def _speed(llm: LLM, args: argparse.Namespace) -> int:
-    text = evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=[])
+    text = evals.Text.of(llm)
     prompt, params = text.window(_PROMPT, 0, 1), SamplingParams(temperature=0, max_tokens=1)
     names = ("exact", "nothing dropped", "sparse")
     ttft_s: dict[str, list[float]] = {name: [] for name in names}

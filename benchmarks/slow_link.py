@@ -172,7 +172,7 @@ def _measure(args: argparse.Namespace, names: Sequence[str]) -> int:
         record_times=True,
         enable_prefix_caching=False,
     ) as llm:
-        text = evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=[])
+        text = evals.Text.of(llm)
         prompt = text.window(args.prompt, 0, 1)
         ask = partial(_first_token_s, llm, prompt)
         quick, attention = [], []

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import pydoc_data.topics
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, product
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -21,9 +22,6 @@ from longspan.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from longspan.llm import LLM
-
-Tokenize = Callable[[str], list[int]]
-"""Returns the token ids of a text, without special tokens."""
 
 ANSWER_TOKENS = 8
 """Tokens for five digits with a token each, and for a token before and after."""
@@ -96,15 +94,13 @@ class Needle:
 NEEDLE_PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
 
 
-def needles(
-    text: Text, tokenize: Tokenize, length: int, *, depths: Sequence[float], num_samples: int, seed: int
-) -> list[Needle]:
+def needles(llm: LLM, text: Text, length: int, *, depths: Sequence[float], num_samples: int, seed: int) -> list[Needle]:
     """Hide keys in windows of the text: at each depth, one in each of `num_samples` windows.
 
     A key depends only on the seed, its length, its depth and its window.
     """
-    question = tokenize(_QUESTION)
-    hidden = []
+    tokenize = partial(llm.tokenize, add_special_tokens=False)
+    question, hidden = tokenize(_QUESTION), []
     for depth, index in product(depths, range(num_samples)):
         key = str(random.Random(f"{seed} {length} {depth} {index}").randint(10_000, 99_999))
         needle = tokenize(f"\n\nThe secret pass key is {key}. Remember it. {key} is the pass key.\n\n")

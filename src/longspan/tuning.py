@@ -13,7 +13,6 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -201,9 +200,8 @@ def drawn(number: int, lengths: Sequence[int], hosts: Sequence[int]) -> tuple[in
 
 def hidden_keys(llm: LLM, text: evals.Text, length: int) -> list[evals.Needle]:
     """Hide a key at each depth, each in another window of the text."""
-    tokenize, count = partial(llm.tokenize, add_special_tokens=False), len(DEPTHS)
-    needles = evals.needles(text, tokenize, length, depths=DEPTHS, num_samples=count, seed=0)
-    return needles[:: count + 1]
+    needles = evals.needles(llm, text, length, depths=DEPTHS, num_samples=len(DEPTHS), seed=0)
+    return needles[:: len(DEPTHS) + 1]
 
 
 def _point(

@@ -14,7 +14,6 @@ from longspan.cli import batch as verb
 from longspan.cli.batch import (
     Answers,
     BatchLine,
-    answered_in,
     appended,
     keys_in,
     parse_batch_line,
@@ -241,7 +240,6 @@ def test_keys_and_lines(tmp_path: Path) -> None:
     path.write_text(f"{LINES[0]}\n\n  \n{{\n{LINES[1]}")
     assert [(line.number, line.key) for line in read_batch(path)] == [(1, "a"), (4, "batch_req_4"), (5, "b")]
     assert keys_in(path) == {"a", "batch_req_4", "b"}
-    assert answered_in(tmp_path / "none.jsonl") == set()
 
 
 def test_an_unwritable_stats_file_is_reported_before_the_run(tmp_path: Path, capsys: Capture) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -104,8 +104,8 @@ def test_a_table_has_lengths_by_depths(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_needles_lie_at_their_depth_in_prompts_of_the_length() -> None:
     text = Text(token_ids=list(range(10**6, 10**6 + 5000)), begin=[1])
-    depths = (0.0, 0.25, 1.0)
-    found = needles(text, ordinals, 500, depths=depths, num_samples=3, seed=1)
+    depths, llm = (0.0, 0.25, 1.0), cast(longspan.LLM, SimpleNamespace(tokenize=ordinals))
+    found = needles(llm, text, 500, depths=depths, num_samples=3, seed=1)
     assert len({one.key for one in found}) == len({tuple(one.prompt) for one in found}) == 9
     for one in found:
         assert len(one.prompt) + evals.ANSWER_TOKENS == one.length == 500
@@ -115,13 +115,14 @@ def test_needles_lie_at_their_depth_in_prompts_of_the_length() -> None:
         assert one.prompt[:1] == [1] and start - 1 == round(one.depth * len(window))
         assert KEY.search("".join(chr(token) for token in one.prompt[start:] if token < 10**6)), "it is in one piece"
         assert one.found_in(f" {one.key}.") and not one.found_in(f" Not {one.key}")
-    alone = needles(text, ordinals, 500, depths=(0.25,), num_samples=3, seed=1)
+    alone = needles(llm, text, 500, depths=(0.25,), num_samples=3, seed=1)
     assert alone == [one for one in found if one.depth == 0.25], "independent of other needles"
-    others = needles(text, ordinals, 500, depths=depths, num_samples=3, seed=2)
+    others = needles(llm, text, 500, depths=depths, num_samples=3, seed=2)
     assert not {one.key for one in others} & {one.key for one in found}
 
 
-def ordinals(text: str) -> list[int]:
+def ordinals(text: str, *, add_special_tokens: bool) -> list[int]:
+    assert not add_special_tokens
     return [*map(ord, text)]
 
 

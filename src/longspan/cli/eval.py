@@ -128,8 +128,7 @@ def _check(
 def _needle(
     llm: LLM, lengths: Sequence[int], depths: Sequence[float], num_samples: int, seed: int
 ) -> tuple[dict[str, object], Table]:
-    tokenize = partial(llm.tokenize, add_special_tokens=False)
-    hide = partial(evals.needles, evals.Text.of(llm), tokenize, depths=depths, num_samples=num_samples, seed=seed)
+    hide = partial(evals.needles, llm, evals.Text.of(llm), depths=depths, num_samples=num_samples, seed=seed)
     needles = [hide(length) for length in lengths]
     outputs = _outputs(llm, [[needle.prompt for needle in group] for group in needles], evals.NEEDLE_PARAMS)
     answers = [
