@@ -60,7 +60,7 @@ def cores(root: Path = _ROOT) -> int:
     for group in _groups("cpu", root):
         quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
         if quota is None:
-            quota, period = (_as_number(word) for word in (*_words(group / "cpu.max"), "", "")[:2])
+            quota, period = (*_numbers(group / "cpu.max"), None, None)[:2]
         if quota is not None and period and quota > 0:
             number = min(number, max(1, quota // period))
     return number
@@ -208,15 +208,13 @@ def _fields(path: Path) -> dict[str, int]:
 
 def _number(path: Path) -> int | None:
     """Return the number in a file. None for `max` or a missing file."""
-    return _as_number(" ".join(_words(path)))
+    return next(iter(_numbers(path)), None)
 
 
-def _words(path: Path) -> list[str]:
-    return " ".join(_lines(path)).split()
-
-
-def _as_number(text: str) -> int | None:
-    return int(text) if text.lstrip("-").isdecimal() else None
+def _numbers(path: Path) -> list[int | None]:
+    """Return the numbers in a file, with None for other words."""
+    words = " ".join(_lines(path)).split()
+    return [int(word) if word.lstrip("-").isdecimal() else None for word in words]
 
 
 def _lines(path: Path) -> list[str]:

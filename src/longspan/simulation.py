@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from longspan.extras.timeline import Timeline
 
 _log = logging.getLogger("longspan")
-_SCHEDULING, _NO_FAULTS = SchedulingArgs(), Faults()
 _BYTES = {"auto": 2.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1.0}
 
 
@@ -46,8 +45,8 @@ def simulate(
     cluster: ClusterSpec,
     workload: WorkloadSpec,
     *,
-    scheduling: SchedulingArgs = _SCHEDULING,
-    faults: Faults = _NO_FAULTS,
+    scheduling: SchedulingArgs = SchedulingArgs(),
+    faults: Faults = Faults(),
     timeline: Timeline | None = None,
 ) -> Result:
     """Serve a workload on a simulated cluster, with the policies of the real engine.
@@ -70,7 +69,7 @@ def simulate(
 
 
 def make_experiment(
-    model: str, cluster: ClusterSpec, scheduling: SchedulingArgs = _SCHEDULING, faults: Faults = _NO_FAULTS
+    model: str, cluster: ClusterSpec, scheduling: SchedulingArgs = SchedulingArgs(), faults: Faults = Faults()
 ) -> Experiment:
     """Build an experiment, which can run several workloads and policy options.
 

@@ -122,7 +122,7 @@ def header_of(llm: LLM, model: str, text: evals.Text) -> Header:
         dtype=llm.profile_key.dtype,
         hosts=hosts_of(locations),
         text=hashlib.sha256(json.dumps(text.token_ids).encode()).hexdigest()[:16],
-        lengths=lengths_for(text, llm.max_model_len, LENGTHS),
+        lengths=lengths_for(text, llm.max_model_len),
         weights=llm.service.files.weights.parent.name,
     )
 
@@ -155,15 +155,15 @@ def check_enough(points: Sequence[Point], lengths: Sequence[int], journal: Path)
         raise ParameterError("max_minutes", problem, num_sparse)
 
 
-def lengths_for(text: evals.Text, max_model_len: int, lengths: Sequence[int]) -> tuple[int, ...]:
+def lengths_for(text: evals.Text, max_model_len: int) -> tuple[int, ...]:
     """Return the lengths of prompts that model and text allow. Raise ValueError if there is none."""
     longest = min(max_model_len - _ANSWER_TOKENS, len(text.token_ids))
-    if longest < min(lengths):
+    if longest < min(LENGTHS):
         raise ValueError(
-            f"prompts have at least {min(lengths)} tokens, but the text has {len(text.token_ids)} and the model takes "
+            f"prompts have at least {min(LENGTHS)} tokens, but the text has {len(text.token_ids)} and the model takes "
             f"{max_model_len}: give a longer text by --data, or another model"
         )
-    return tuple(length for length in lengths if length <= longest)
+    return tuple(length for length in LENGTHS if length <= longest)
 
 
 def measure(
@@ -198,18 +198,13 @@ def drawn(number: int, lengths: Sequence[int], hosts: Sequence[int]) -> tuple[in
     return length, Configuration(levels, drop), "kv"
 
 
-def hidden_keys(llm: LLM, text: evals.Text, length: int) -> list[evals.Needle]:
-    """Hide a key at each depth, each in another window of the text."""
-    needles = evals.needles(llm, text, length, depths=DEPTHS, num_samples=len(DEPTHS), seed=0)
-    return needles[:: len(DEPTHS) + 1]
-
-
 def _point(
     llm: LLM, text: evals.Text, length: int, configuration: Configuration, mode: DropMode, *, timed: bool
 ) -> Point:
     settings = {"levels": configuration.levels, "drop": configuration.drop, "drop_mode": mode}
     llm.service.update_policy({"csa": json.dumps(settings) if configuration.levels > 1 else "off"})
-    needles = hidden_keys(llm, text, length)
+    needles = evals.needles(llm, text, length, depths=DEPTHS, num_samples=len(DEPTHS), seed=0)
+    needles = needles[:: len(DEPTHS) + 1]  # one at each depth, each in another window of the text
     params = [_forced(needle.key) for needle in needles]
     outputs = llm.generate([needle.prompt for needle in needles], params, use_tqdm=False)
     answers = [_answer(llm, needle.key, output) for needle, output in zip(needles, outputs, strict=True)]

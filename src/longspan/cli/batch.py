@@ -73,7 +73,6 @@ class BatchLine:
 
 Answers = Callable[[Iterator[tuple[BatchLine, str, bytes]]], Iterator[tuple[BatchLine, int, dict[str, Any]]]]
 """Answers requests, in any order: from tuples of request, URL and body to tuples of request, HTTP status and body."""
-_ENGINE = EngineArgs()
 
 
 @verb
@@ -87,7 +86,7 @@ def batch(
         Path | None, Option("File for throughput and transitions between clusters.", metavar="FILE.json")
     ] = None,
     seed: Annotated[int, Option("Seed of requests without a seed, and of dummy weights.")] = 0,
-    engine: EngineArgs = _ENGINE,
+    engine: EngineArgs = EngineArgs(),
 ) -> int:
     """Answer the requests of a batch file, as OpenAI's batch service does.
 

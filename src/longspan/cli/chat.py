@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("longspan")
 _SAMPLING = replace(SAMPLING, max_tokens=None)
-_FORM, _ENGINE = FormOptions(), EngineArgs()
 _HELP = """\
 /reset  forget the conversation
 /stats  tokens and times of the last answer
@@ -47,8 +46,8 @@ def chat(
         Path | None, Option("A Jinja template instead of the model's own.", metavar="FILE")
     ] = None,
     sampling: SamplingParams = _SAMPLING,
-    form: FormOptions = _FORM,
-    engine: EngineArgs = _ENGINE,
+    form: FormOptions = FormOptions(),
+    engine: EngineArgs = EngineArgs(),
 ) -> None:
     """Hold a conversation with a model. Each line of input is a turn, and /help lists the commands.
 

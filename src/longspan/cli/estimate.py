@@ -30,7 +30,6 @@ _LENGTH = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])?")
 _MAX_TOKENS = 2**40
 _NEGLIGIBLE = 1e-6
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
-_HARDWARE = HardwareSpec()
 
 
 def length(text: str) -> int:
@@ -83,7 +82,7 @@ def estimate(
     host_kv_gib: Annotated[
         float, _work("GiB of memory for KV on each host, to show its capacity and the time to load the context.")
     ] = 0.0,
-    hardware_spec: HardwareSpec = _HARDWARE,
+    hardware_spec: HardwareSpec = HardwareSpec(),
     as_json: Annotated[bool, Option("Print one JSON object and no table.", name="json")] = False,
 ) -> None:
     """Predict time to first token, or between tokens, from data sheets, with memory and communication.

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from longspan.llm import LLM
     from longspan.outputs import RequestOutput
 
-_ENGINE = EngineArgs()
 _LENGTHS = (1024, 2048, 4096, 8192)
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _MAX_SAVED_BYTES = 2**30
@@ -78,7 +77,7 @@ def eval(  # noqa: A001 - the verb's name
     ] = None,
     as_json: Annotated[bool, Option("Print one JSON object and no table.", name="json")] = False,
     seed: Annotated[int, Option("Seed of the pass keys, and of dummy weights.")] = 0,
-    engine: EngineArgs = _ENGINE,
+    engine: EngineArgs = EngineArgs(),
 ) -> None:
     """Measure a model on long prompts, made of the manual that ships with Python.
 

@@ -64,9 +64,6 @@ class FormOptions:
         )
 
 
-_FORM, _ENGINE = FormOptions(), EngineArgs()
-
-
 @verb
 def generate(
     model: ModelArgument = "smollm2-135m",
@@ -80,8 +77,8 @@ def generate(
         False
     ),
     sampling: SamplingParams = SAMPLING,
-    form: FormOptions = _FORM,
-    engine: EngineArgs = _ENGINE,
+    form: FormOptions = FormOptions(),
+    engine: EngineArgs = EngineArgs(),
 ) -> None:
     """Complete one prompt and stream the text. For many prompts use longspan batch."""
     given = _prompt(prompt, prompt_file, token_ids)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from longspan.cost.profile import Profile
     from longspan.llm import LLM
 
-_ENGINE = EngineArgs()
-
 
 @verb
 def profile(
@@ -47,7 +45,7 @@ def profile(
         bool, Option("Also search the partitions of prompts in chains, for the policy runahead.")
     ] = False,
     as_json: Annotated[bool, Option("Print one JSON object and no tables.", name="json")] = False,
-    engine: EngineArgs = _ENGINE,
+    engine: EngineArgs = EngineArgs(),
 ) -> int:
     """Measure the speed of a model on this machine, on one instance and on groups, as a basis of policies.
 

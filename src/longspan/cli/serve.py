@@ -21,16 +21,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("longspan")
 _KEY = "LONGSPAN_API_KEY"
-_SERVER = ServerSettings()
-_LIMITS = RequestLimits()
-_ENGINE = EngineArgs()
 
 
 @verb
 def serve(
     model: ModelArgument = "smollm2-135m",
     *,
-    server: ServerSettings = _SERVER,
+    server: ServerSettings = ServerSettings(),
     otlp_traces_endpoint: Annotated[
         str | None,
         Option(
@@ -43,8 +40,8 @@ def serve(
     seed: Annotated[
         int, Option("Seed of requests without a seed, and of dummy weights.", group="Server", configures=True)
     ] = 0,
-    engine: EngineArgs = _ENGINE,
-    limits: RequestLimits = _LIMITS,
+    engine: EngineArgs = EngineArgs(),
+    limits: RequestLimits = RequestLimits(),
 ) -> int:
     """Serve a model to clients of OpenAI's API until SIGTERM or Ctrl-C.
 

@@ -58,26 +58,18 @@ class ResultOptions:
 
 _DERIVED_ON_PAGE = ("hardware", "transfer_backends", "policy", "policy_options", "exchange", "layout", "fractions")
 """Options that the page shows as part of resolved values."""
-_CLUSTER, _SCHEDULING, _WORKLOAD, _FAULTS, _LEVEL, _RESULTS = (
-    ClusterSpec(),
-    ComparedScheduling(),
-    WorkloadSpec(),
-    Faults(),
-    ServiceLevel(),
-    ResultOptions(),
-)
 
 
 @verb
 def simulate(
     model: NameArgument,
     *,
-    cluster: ClusterSpec = _CLUSTER,
-    scheduling: ComparedScheduling = _SCHEDULING,
-    workload: WorkloadSpec = _WORKLOAD,
-    faults: Faults = _FAULTS,
-    results: ResultOptions = _RESULTS,
-    level: ServiceLevel = _LEVEL,
+    cluster: ClusterSpec = ClusterSpec(),
+    scheduling: ComparedScheduling = ComparedScheduling(),
+    workload: WorkloadSpec = WorkloadSpec(),
+    faults: Faults = Faults(),
+    results: ResultOptions = ResultOptions(),
+    level: ServiceLevel = ServiceLevel(),
 ) -> int:
     """Serve a workload on a simulated cluster, with the policies of the engine, and report times and rates.
 

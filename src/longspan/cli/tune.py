@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from longspan.policy.csps.tuned import HeldOut, Tuned
     from longspan.tuning import Header, Journal
 
-_ENGINE = EngineArgs(parallel="4")
 _MIN_SHARED = "512"
 
 
@@ -37,7 +36,7 @@ def tune(
     out: Annotated[Path, Option("The tuned file. Points are saved in FILE.journal.", metavar="FILE")],
     max_minutes: Annotated[float, Option("Minutes of measuring. 0 uses the saved points only.", minimum=0)],
     data: Annotated[Path | None, Option("Text for the prompts.", metavar="FILE", default="Python's manual")] = None,
-    engine: EngineArgs = _ENGINE,
+    engine: EngineArgs = EngineArgs(parallel="4"),
 ) -> None:
     """Measure the loss and the time of sparse attention with a model, so that --csa auto can choose.
 

@@ -273,10 +273,8 @@ def chrome_trace(records: Sequence[Record]) -> str:
 def _events(record: Record, run: int, *, named: bool) -> Iterator[dict[str, Any]]:
     result, timeline = record.result, record.timeline
     instances, requests, transfers = (len(_KINDS) * run + number for number in range(1, len(_KINDS) + 1))
-    names = [("process_name", instances + number, 0, kind) for number, kind in enumerate(_KINDS)]
-    if named:
-        names = [(what, process, thread, f"{record.policy}: {name}") for what, process, thread, name in names]
-    rows = record.cluster.rows
+    prefix, rows = f"{record.policy}: " if named else "", record.cluster.rows
+    names = [("process_name", instances + number, 0, f"{prefix}{kind}") for number, kind in enumerate(_KINDS)]
     names += [("thread_name", instances, row, f"instance {name}") for row, name in enumerate(record.cluster.row_names)]
     for kind, process, thread, name in names:
         yield {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}

@@ -301,7 +301,9 @@ class EngineLoop:
             self._num_restarts += 1
         else:
             self._shrink(error)
+            _log.warning("continuing as %s", fleet_text(self._engine.config.fleet))
             failed += self._report_failures(failed)
+        self._service.executor.wakeup = self._socket
         for served in failed:  # after the start, since dropping a request sends `Free` to workers
             self._drop(served, "error")
         self._send(messages.Restarted())
@@ -324,7 +326,7 @@ class EngineLoop:
         while True:
             try:
                 self._service.shrink(*lost)
-                break
+                return
             except ValueError as problem:
                 reason = (
                     f"{error.reason}; --max-worker-restarts {self._setup.max_worker_restarts} allows no further "
@@ -342,8 +344,6 @@ class EngineLoop:
                     raise
                 _log.exception("workers did not start")
                 time.sleep(_PAUSE_S)
-        self._service.executor.wakeup = self._socket
-        _log.warning("continuing as %s", fleet_text(self._engine.config.fleet))
 
     def _report_failures(self, reported: Sequence[_Served] = ()) -> list[_Served]:
         """Report and return the requests that do not fit on the remaining devices, except those `reported` before."""
@@ -361,13 +361,11 @@ class EngineLoop:
                 raise error
             try:
                 self._service.restart()
+                return
             except (WorkerLostError, OSError) as again:  # OSError: the process that forks them was lost, too
                 error = again
                 _log.exception("workers did not start")
                 time.sleep(_PAUSE_S)
-            else:
-                self._service.executor.wakeup = self._socket
-                return
 
     def _stats(self) -> messages.Stats:
         load = self._engine.load()
