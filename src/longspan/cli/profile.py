@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from longspan.core.exchange import Exchange
     from longspan.core.splits import ParallelSpec
     from longspan.cost.partition_table import PartitionTable
-    from longspan.cost.profile import Profile
+    from longspan.cost.profile import Fit, Profile
     from longspan.llm import LLM
 
 
@@ -113,22 +113,19 @@ def _as_fields(profile: Profile, table: PartitionTable) -> dict[str, object]:
         for kind, members in profile.links
         if (fit := profile.link(kind, members)) is not None
     ]
-    fits = [
-        {"members": members, "exchange": str(exchange), **asdict(fit)}
-        for (members, exchange), fit in profile.fits().items()
-    ]
     waits_s = profile.waits_s()
-    decode_fits = [
-        {"members": members, "exchange": str(exchange), **asdict(fit), "wait_s": waits_s.get((members, exchange))}
-        for (members, exchange), fit in profile.decode_fits().items()
-    ]
+    decode_fits = [_fit_fields(*key, fit) | {"wait_s": waits_s.get(key)} for key, fit in profile.decode_fits().items()]
     return {
         **msgspec.to_builtins(profile),
-        "fits": fits,
+        "fits": [_fit_fields(*key, fit) for key, fit in profile.fits().items()],
         "decode_fits": decode_fits,
         "links": links,
         **msgspec.to_builtins(table),
     }
+
+
+def _fit_fields(members: int, exchange: Exchange, fit: Fit) -> dict[str, object]:
+    return {"members": members, "exchange": str(exchange), **asdict(fit)}
 
 
 def _tables(profile: Profile, table: PartitionTable) -> Iterator[Table]:
