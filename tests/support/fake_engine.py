@@ -47,10 +47,9 @@ _STARTED = {
     "max_model_len": 100_000,
     "max_num_seqs": 2,
     "parallel": "1",
-    "num_instances": 1,
-    "num_kv_blocks": 8,
     "block_size": 16,
     "policy": _SETTINGS,
+    "stats": {"num_kv_blocks": 8, "used_blocks": [0], "busy_s": [0.0]},
 }
 
 

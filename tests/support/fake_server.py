@@ -33,10 +33,9 @@ STARTED = Started(
     max_model_len=64,
     max_num_seqs=1,
     parallel="2",
-    num_instances=2,
-    num_kv_blocks=20,
     block_size=16,
     policy=POLICY,
+    stats=Stats(num_kv_blocks=20, used_blocks=[0, 0], busy_s=[0.0, 0.0]),
 )
 STATS = Stats(
     num_running=3,

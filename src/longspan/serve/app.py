@@ -202,7 +202,7 @@ _EVENTS = {
 
 
 def _add_state(app: FastAPI, server: Server) -> None:
-    keyed = {401: _ERRORS[401]}
+    keyed: dict[int | str, dict[str, Any]] = {401: _ERRORS[401]}
 
     @app.get("/live", tags=["state"])
     async def live() -> dict[str, str]:

@@ -83,8 +83,11 @@ class EngineClient:
         serving = self.state == "serving"
         # An engine core bounds the requests that it has accepted.
         waiting = [q.engine_requests[i] for q, i in self._waiting.values() if not serving or not q.accepted.done()]
-        queue_limits = _queue_limits(self._setup, self.started if serving else None, self.stats)
-        _check_capacity(waiting, engine_requests, *queue_limits)
+        max_reqs, max_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
+        if serving and self.started is not None and self.stats is not None:  # as many may run, by the latest report
+            max_reqs += len(self.stats.used_blocks) * self.started.max_num_seqs
+            max_tokens += self.stats.num_kv_blocks * self.started.block_size
+        _check_capacity(waiting, engine_requests, max_reqs, max_tokens)
         queue = OutputQueue(engine_requests, self._cancel)
         try:
             for index, engine_request in enumerate(engine_requests):
@@ -269,7 +272,7 @@ class EngineClient:
 
     def _handle_start(self, report: messages.Started | messages.NotStarted) -> None:
         if isinstance(report, messages.Started):
-            self.started, self._connected, self._end_reason = report, True, ""
+            self.started, self.stats, self._connected, self._end_reason = report, report.stats, True, ""
             self.policy, self.parallel = report.policy, report.parallel
             self._replay(report)
             if not self._first.done():
@@ -329,19 +332,6 @@ class EngineClient:
         for number, (queue, index) in self._waiting.items():
             engine_request, is_accepted = queue.engine_requests[index], queue.accepted.done()
             self._send(messages.Add(id=number, engine_request=engine_request, is_accepted=is_accepted))
-
-
-def _queue_limits(
-    setup: messages.EngineSetup, started: messages.Started | None, stats: messages.Stats | None
-) -> tuple[int, int]:
-    """Return how many requests, and how many prompt tokens, may wait or run by the latest reports."""
-    max_reqs, max_tokens = setup.max_num_queued_reqs, setup.max_num_queued_tokens
-    if started is None:
-        return max_reqs, max_tokens
-    num_instances, num_kv_blocks = started.num_instances, started.num_kv_blocks
-    if stats is not None:
-        num_instances, num_kv_blocks = len(stats.used_blocks), stats.num_kv_blocks
-    return max_reqs + num_instances * started.max_num_seqs, max_tokens + num_kv_blocks * started.block_size
 
 
 def _check_capacity(

@@ -58,7 +58,7 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
         socket.send(msgspec.msgpack.encode(report))
         return 1
     with closing(service):
-        files, config = service.files, service.engine.config
+        files, config, loop = service.files, service.engine.config, EngineLoop(service, setup, socket)
         started = messages.Started(
             name=files.name,
             tokenizer_dir=None if service.input_processor.tokenizer is None else str(files.tokenizer_dir),
@@ -67,14 +67,13 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
             max_model_len=service.max_model_len,
             max_num_seqs=config.max_num_seqs,
             parallel=fleet_text(config.fleet),
-            num_instances=config.cluster.num_instances,
-            num_kv_blocks=sum(config.cluster.num_blocks),
             block_size=config.block_size,
             policy=service.policy_settings,
+            stats=loop.stats(),
         )
         socket.send(msgspec.msgpack.encode(started))
         try:
-            EngineLoop(service, setup, socket).run()
+            loop.run()
         except (WorkerLostError, OSError) as error:
             _log.error("lost workers cannot be replaced: %s", error)
             socket.send(msgspec.msgpack.encode(messages.Ended(str(error))))
@@ -231,7 +230,7 @@ class EngineLoop:
         now = time.monotonic()
         if with_stats or now >= self._stats_due_s:
             self._stats_due_s = now + self._max_wait_s
-            outputs.stats = self._stats()
+            outputs.stats = self.stats()
         elif not outputs.deltas:
             return
         self._send(outputs)
@@ -367,7 +366,7 @@ class EngineLoop:
                 _log.exception("workers did not start")
                 time.sleep(_PAUSE_S)
 
-    def _stats(self) -> messages.Stats:
+    def stats(self) -> messages.Stats:
         load = self._engine.load()
         return messages.Stats(
             num_kv_blocks=sum(self._engine.config.cluster.num_blocks),

@@ -121,7 +121,7 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     Attributes:
         name, tokenizer_dir, trust_remote_code: see `ModelFiles`. `tokenizer_dir` is None if only token ids are served.
         parallel: the parallel spec of its instances.
-        num_kv_blocks: number of KV blocks of all instances together.
+        stats: its first stats, before any request.
     """
 
     name: str
@@ -131,10 +131,9 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int
     parallel: str
-    num_instances: int
-    num_kv_blocks: int
     block_size: int
     policy: PolicySettings
+    stats: Stats
 
 
 class NotStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):

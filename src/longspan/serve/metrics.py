@@ -63,15 +63,13 @@ class Metrics(Collector):
     Args:
         prefix: prefix of all names, with its colon: `longspan:`, or `vllm:` for dashboards made for vLLM.
         model_name: the label of every series.
-        num_kv_blocks: number of KV blocks of all instances together.
+        stats: the first stats of the first engine core.
     """
 
-    def __init__(self, prefix: str, model_name: str, *, num_instances: int, num_kv_blocks: int) -> None:
+    def __init__(self, prefix: str, model_name: str, stats: Stats) -> None:
         self._prefix, self._model_name = prefix, model_name
         self._num_losses = 0
-        self._lost = self._stats = Stats(
-            num_kv_blocks=num_kv_blocks, used_blocks=[0] * num_instances, busy_s=[0.0] * num_instances
-        )
+        self._lost = self._stats = stats
         self._registry = registry = CollectorRegistry()
         self._prompt_tokens, self._generation_tokens = (
             Counter(prefix + name, words, ["model_name"], registry=registry).labels(model_name)

@@ -67,12 +67,7 @@ class Server:
         if input_processor.tokenizer is not None:
             _ = input_processor.max_prompt_chars  # computed before the first request
         self.intake = Intake()
-        self.metrics = Metrics(
-            settings.metrics_prefix,
-            settings.model_names[0],
-            num_instances=engine.started.num_instances,
-            num_kv_blocks=engine.started.num_kv_blocks,
-        )
+        self.metrics = Metrics(settings.metrics_prefix, settings.model_names[0], engine.started.stats)
         engine.on_step, engine.on_loss = self.metrics.take_step, self.metrics.take_loss
         engine.on_length = partial(setattr, input_processor, "max_model_len")
         if engine.stats is not None:  # received before
