@@ -166,8 +166,9 @@ def _answers(llm: LLM, model: str, names: list[str], progress: _Progress) -> Ans
     all_names = tuple(dict.fromkeys([*names, model, llm.service.files.name]))
     served = ServedModel(input_processor=llm.input_processor, settings=ServerSettings(model_names=all_names))
     max_groups, max_tokens = concurrency(llm.engine.config)
-    answers = partial(answer_each, llm, served, max_groups=max_groups, max_waiting_tokens=max_tokens)
-    return partial(answers, stepped=progress.stepped)
+    return partial(
+        answer_each, llm, served, max_groups=max_groups, max_waiting_tokens=max_tokens, stepped=progress.stepped
+    )
 
 
 def concurrency(config: EngineConfig) -> tuple[int, int]:
