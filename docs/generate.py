@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from longspan.cli.app import app
 from longspan.cost import catalog
-from longspan.serve.messages import Stats, StepOutputs
+from longspan.serve.messages import Stats
 from longspan.serve.metrics import Metrics
 from longspan.serve.requests import UNSERVED
 
@@ -86,9 +86,8 @@ def _flag(argument: Argument) -> Row:
 
 
 def _metrics() -> str:
-    metrics = Metrics("longspan:", "", num_instances=1, num_kv_blocks=1)
     stats = Stats(num_kv_blocks=1, used_blocks=[0], busy_s=[0.0], bytes_sent={("ring_kv", "same_host"): 0})
-    metrics.take_step(StepOutputs(stats=stats))
+    metrics = Metrics("longspan:", "", stats)
     rows = []
     for family in text_string_to_metric_families(metrics.text().decode()):
         name = f"`{family.name}{'_total' if family.type == 'counter' else ''}`"
