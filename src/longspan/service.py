@@ -62,12 +62,12 @@ class Service:
         launcher: Callable[[WorkerConfig], Launcher] = ProcessLauncher,
         max_worker_restarts: int | None = None,
     ) -> None:
-        self._max_worker_restarts = max_worker_restarts
+        self._launcher, self._max_worker_restarts = launcher, max_worker_restarts
         with ExitStack() as acquired:
-            self._open(given, launcher, acquired)
+            self._open(given, acquired)
             self._acquired = acquired.pop_all()  # `close` releases the resources from now on
 
-    def _open(self, given: EngineArgs, launcher: Callable[[WorkerConfig], Launcher], acquired: ExitStack) -> None:
+    def _open(self, given: EngineArgs, acquired: ExitStack) -> None:
         """Do the work of the constructor. `acquired` holds the resources to release if it fails."""
         is_measured = measures_memory(given)
         self.setup = setup = ResolvedEngine.of(given, kv_bytes=unbounded if is_measured else by_rule(given))
@@ -96,11 +96,6 @@ class Service:
             enforce_eager=given.enforce_eager,
             record_times=given.record_times,
             host_memory=tuple(memory.path for memory in self._host_memory),
-        )
-        self._start_workers: Callable[[Cluster], WorkerExecutor] = lambda cluster: WorkerExecutor(
-            launcher(self._config_for(cluster)),
-            step_timeout_s=given.step_timeout_s,
-            disks=self._disks,
         )
         if self._max_worker_restarts == 0 and (reason := self._why_not_smaller(setup)) is not None:
             problem = f"is 0, but after the loss of a worker the rest cannot serve ({reason}): allow 1 or more"
@@ -208,10 +203,11 @@ class Service:
         self.executor = self._start_workers(self.engine.config.cluster)
         self.engine.restart(self.executor)
 
-    def _config_for(self, cluster: Cluster) -> WorkerConfig:
-        """Return the configuration of workers that start with this cluster."""
-        first = self._worker_config
-        return msgspec.structs.replace(first, cluster=cluster, num_threads=first.threads_among(cluster.num_ranks))
+    def _start_workers(self, cluster: Cluster) -> WorkerExecutor:
+        """Start the workers of a cluster. Raise WorkerLostError if one does not start."""
+        first, step_timeout_s = self._worker_config, self.setup.given.step_timeout_s
+        config = msgspec.structs.replace(first, cluster=cluster, num_threads=first.threads_among(cluster.num_ranks))
+        return WorkerExecutor(self._launcher(config), step_timeout_s=step_timeout_s, disks=self._disks)
 
     def shrink(self, *ranks: int) -> None:
         """Remove the instances of lost ranks. Start new workers for as many other instances as the policy can use.

@@ -175,17 +175,13 @@ class TemplateFields(WireModel):
     """Functions that the model may call. The chat template must support tools."""
 
     @model_validator(mode="after")
-    def _name_once(self) -> TemplateFields:
+    def _fit_template(self) -> TemplateFields:
         names = [tool.function.name for tool in self.tools or ()]
         counts = Counter(names)
         for index, name in enumerate(names):
             if counts[name] > 1:
                 problem = f"there are {counts[name]} tools named {name!r}: keep one"
                 raise WireError(problem, f"tools[{index}].function.name")
-        return self
-
-    @model_validator(mode="after")
-    def _fit_ends(self) -> TemplateFields:
         if self.add_generation_prompt and self.continue_final_message:
             raise WireError(
                 "it cannot be combined with add_generation_prompt: keep one of them", "continue_final_message"
@@ -230,7 +226,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
         ]
 
     @model_validator(mode="after")
-    def _fit_tools(self) -> ChatCompletionRequest:
+    def _fit_chat(self) -> ChatCompletionRequest:
         choice = self.tool_choice
         if choice not in (None, "none", "auto") and not self.tools:
             raise WireError("there are no tools to choose from: give some (tools)", "tool_choice")
@@ -238,10 +234,6 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
             raise WireError(f"there is no tool named {choice.function.name[:100]!r} among tools", "tool_choice")
         if self.callable_functions and self.structured_outputs:
             raise WireError("it cannot be combined with tools: keep one of them", "structured_outputs")
-        return self
-
-    @model_validator(mode="after")
-    def _fit_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise WireError("it needs logprobs: set that to true", "top_logprobs")
         return self

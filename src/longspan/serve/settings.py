@@ -80,7 +80,8 @@ class RequestLimits:
         """Raise a ValueError if a size is above the limit of this name."""
         maximum = getattr(self, limit)
         if size > maximum:
-            raise ValueError(f"{problem}, but at most {maximum} are allowed here ({_flag(limit)}): {remedy}")
+            flag = f"--{limit.replace('_', '-')}"
+            raise ValueError(f"{problem}, but at most {maximum} are allowed here ({flag}): {remedy}")
 
     def check_field(self, field: str, value: object) -> None:
         """Raise a ValueError if the value of a request's field is above a limit."""
@@ -100,10 +101,6 @@ class RequestLimits:
                     if name in schema["properties"]:
                         _narrow(schema["properties"][name], keyword, getattr(self, limit), defined)
         return narrow
-
-
-def _flag(limit: str) -> str:
-    return "--" + limit.replace("_", "-")
 
 
 def _size(value: object, keyword: str) -> int:
