@@ -414,7 +414,7 @@ def test_an_idle_engine_and_a_long_step_send_heartbeats(monkeypatch: pytest.Monk
     server, heard_s = ApiServer(), list[float]()
     now = server.cluster.clock.now
     monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=now))
-    monkeypatch.setattr(server.loop, "_stats", lambda: heard_s.append(now()))
+    monkeypatch.setattr(server.loop, "stats", lambda: heard_s.append(now()))
     server.turn()
     server.turn()
     cost = LinearCost(base_s=300.0)

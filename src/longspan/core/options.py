@@ -21,7 +21,7 @@ class Option:
     Attributes:
         help: a sentence.
         group: the heading under which options are listed.
-        name: the name of its flag. Default: the field's name, without the unit `_s`.
+        name: the name of its flag. Default: the field's name, without the unit `_s` of a time.
         short: a second flag, of one letter.
         metavar: placeholder of the value in help. Default: its type.
         default: the default in words. Empty to show none, for a secret value.
@@ -45,7 +45,7 @@ class Option:
     read: Callable[[Any], object] | None = None
 
     def flag(self, field: str) -> str:
-        return (self.name or field.removesuffix("_s")).replace("_", "-")
+        return (self.name or (field if field.endswith("_per_s") else field.removesuffix("_s"))).replace("_", "-")
 
 
 def options_of(owner: type[Any] | Callable[..., object]) -> dict[str, tuple[Option, Any]]:

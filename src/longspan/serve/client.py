@@ -83,11 +83,8 @@ class EngineClient:
         serving = self.state == "serving"
         # An engine core bounds the requests that it has accepted.
         waiting = [q.engine_requests[i] for q, i in self._waiting.values() if not serving or not q.accepted.done()]
-        max_reqs, max_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
-        if serving and self.started is not None and self.stats is not None:  # as many may run, by the latest report
-            max_reqs += len(self.stats.used_blocks) * self.started.max_num_seqs
-            max_tokens += self.stats.num_kv_blocks * self.started.block_size
-        _check_capacity(waiting, engine_requests, max_reqs, max_tokens)
+        queue_limits = _queue_limits(self._setup, self.started, self.stats if serving else None)
+        _check_capacity(waiting, engine_requests, *queue_limits)
         queue = OutputQueue(engine_requests, self._cancel)
         try:
             for index, engine_request in enumerate(engine_requests):
@@ -332,6 +329,17 @@ class EngineClient:
         for number, (queue, index) in self._waiting.items():
             engine_request, is_accepted = queue.engine_requests[index], queue.accepted.done()
             self._send(messages.Add(id=number, engine_request=engine_request, is_accepted=is_accepted))
+
+
+def _queue_limits(
+    setup: messages.EngineSetup, started: messages.Started | None, stats: messages.Stats | None
+) -> tuple[int, int]:
+    """Return how many requests, and how many prompt tokens, may wait or run by the latest stats."""
+    max_reqs, max_tokens = setup.max_num_queued_reqs, setup.max_num_queued_tokens
+    if started is None or stats is None:
+        return max_reqs, max_tokens
+    num_slots = len(stats.used_blocks) * started.max_num_seqs
+    return max_reqs + num_slots, max_tokens + stats.num_kv_blocks * started.block_size
 
 
 def _check_capacity(

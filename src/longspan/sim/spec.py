@@ -68,12 +68,7 @@ class HardwareSpec:
     ] = None
     link_gbytes_per_s: Annotated[
         float | None,
-        _cluster(
-            "Instead: its nominal speed, one way, in 10^9 bytes per second.",
-            name="link-gbytes-per-s",
-            metavar="X",
-            default="the link's",
-        ),
+        _cluster("Instead: its nominal speed, one way, in 10^9 bytes per second.", metavar="X", default="the link's"),
     ] = None
     dtype: Annotated[
         Dtype, _cluster("Precision of weights and KV. auto is the precision in the model's config.json, or 16 bits.")
