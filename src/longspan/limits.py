@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -61,7 +59,7 @@ def cores(root: Path = _ROOT) -> int:
     for group in _groups("cpu", root):
         quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
         if quota is None:
-            quota, period = (*_numbers(group / "cpu.max"), None, None)[:2]
+            quota, period = (_as_number(word) for word in (*_words(group / "cpu.max"), "", "")[:2])
         if quota is not None and period and quota > 0:
             number = min(number, max(1, quota // period))
     return number
@@ -198,7 +196,9 @@ def _mounts(controller: str, root: Path) -> Iterator[tuple[str, str, Path]]:
 
 def _unescaped(text: str) -> str:
     r"""Decode a path of `mountinfo`, in which a space is `\040`."""
-    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text)
+    for code in ("040", "011", "012", "134"):
+        text = text.replace(f"\\{code}", chr(int(code, 8)))
+    return text
 
 
 def _fields(path: Path) -> dict[str, int]:
@@ -209,13 +209,15 @@ def _fields(path: Path) -> dict[str, int]:
 
 def _number(path: Path) -> int | None:
     """Return the number in a file. None for `max` or a missing file."""
-    return next(iter(_numbers(path)), None)
+    return _as_number(" ".join(_words(path)))
 
 
-def _numbers(path: Path) -> list[int | None]:
-    """Return the numbers in a file, with None for other words."""
-    words = " ".join(_lines(path)).split()
-    return [int(word) if word.lstrip("-").isdecimal() else None for word in words]
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
+
+
+def _as_number(text: str) -> int | None:
+    return int(text) if text.lstrip("-").isdecimal() else None
 
 
 def _lines(path: Path) -> list[str]:

@@ -103,9 +103,9 @@ class Journal:
 def text_of(llm: LLM, data: Path | None) -> evals.Text:
     """Return the text of a file, or Python's manual. Raise ValueError if the file cannot be read."""
     if data is None:
-        return evals.Text.of(tokenize, begin=begin)
+        return evals.Text.of(llm)
     try:
-        return evals.Text(token_ids=tokenize(read_text(data)), begin=begin)
+        return evals.Text.of(llm, read_text(data))
     except OSError as error:
         raise ParameterError("data", unread(data, error), data) from None
 

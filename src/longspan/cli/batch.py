@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -345,6 +345,8 @@ def appended(path: Path) -> Iterator[IO[bytes]]:
         raise ParameterError("output_file", problem, path)
     try:
         file = path.open("ab", buffering=0)
+    except OSError as error:
+        raise _not_written(path, error) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -363,8 +365,10 @@ def append(file: IO[bytes], line: bytes) -> None:
     """Write a line to an unbuffered file. Raise ValueError if the disk is full. `answered_in` removes a cut line."""
     rest = memoryview(line)
     while rest:
-        with _writing(Path(file.name)):
+        try:
             rest = rest[file.write(rest) :]
+        except OSError as error:
+            raise _not_written(Path(file.name), error) from None
 
 
 def _named(text: bytes) -> _Named:

@@ -197,8 +197,6 @@ def _outputs(llm: LLM, groups: Sequence[Sequence[list[int]]], params: SamplingPa
 
 
 def _read(path: Path) -> Recording:
-    with file_errors(f"--against {str(path)!r} cannot be read"):
-        data = read_bytes(path, _MAX_SAVED_BYTES)
     try:
         return msgspec.json.decode(read_bytes(path, _MAX_SAVED_BYTES), type=Recording)
     except OSError as error:

@@ -21,8 +21,8 @@ def read_text(path: Path, parameter: str) -> str:
         ParameterError: the text cannot be read, is too long or is not UTF-8.
     """
     try:
-        with file_errors(f"{what} {str(path)!r} cannot be read"):
-            data = read_all(sys.stdin.buffer).removesuffix(b"\n") if str(path) == STDIN else read_bytes(path)
+        is_stdin = str(path) == STDIN
+        data = read_all(sys.stdin.buffer).removesuffix(b"\n") if is_stdin else read_bytes(path)
         return data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(parameter, unread(path, error), path) from None

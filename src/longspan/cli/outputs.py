@@ -44,7 +44,7 @@ def check_writable(flag: str, path: Path) -> None:
 
 def write_result(flag: str, path: Path, content: str) -> None:
     """Write the results of a run to a file, or raise ValueError."""
-    with file_errors(f"{flag} {str(path)!r} cannot be written"):
+    try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{flag} {unwritten(path, error)}") from None
