@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, get_args
 import msgspec
 import torch
 
-from longspan import native
 from longspan.args import EngineArgs
 from longspan.core.cluster import MAX_GROWN_RANKS, Cluster
 from longspan.core.config import EngineConfig, check_phases
@@ -365,6 +364,8 @@ def kernels_of(backend: str, device: str, dtype: str) -> Path | None:
         raise ParameterError("attention_backend", problem, backend)
     if backend == "torch" or not fits:
         return None
+    from longspan import native  # noqa: PLC0415 - only for the type and the device of our own kernels
+
     try:
         return native.build(cache_root() / "native")
     except native.UnavailableError as error:

@@ -26,12 +26,12 @@ from longspan.model.store import DTYPES
 from longspan.pool_sizes import by_rule, measures_memory, memory_remedy, unbounded
 from longspan.resolve import ResolvedEngine, check_windows, kernels_of
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor
-from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.messages import WorkerConfig
 from longspan.text.input_processor import InputProcessor
-from longspan.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from longspan.core.fleets import Fleet
     from longspan.runtime.disk_pool import DiskPool
     from longspan.runtime.host_pool import HostMemory
@@ -46,7 +46,7 @@ class Service:
 
     Args:
         given: the options of its engine.
-        launcher: starts the workers as processes, or as threads of this process.
+        launcher: starts the workers, by default as processes.
         max_worker_restarts: number of times that lost workers are replaced, if the caller bounds it. With 0, any
             instance must be able to stop while the rest serve, see `shrink`.
 
@@ -59,10 +59,10 @@ class Service:
         self,
         given: EngineArgs,
         *,
-        launcher: Callable[[WorkerConfig], Launcher] = ProcessLauncher,
+        launcher: Callable[[WorkerConfig], Launcher] | None = None,
         max_worker_restarts: int | None = None,
     ) -> None:
-        self._launcher, self._max_worker_restarts = launcher, max_worker_restarts
+        self._launcher, self._max_worker_restarts = launcher or _processes, max_worker_restarts
         with ExitStack() as acquired:
             self._open(given, acquired)
             self._acquired = acquired.pop_all()  # `close` releases the resources from now on
@@ -73,7 +73,7 @@ class Service:
         self.setup = setup = ResolvedEngine.of(given, kv_bytes=unbounded if is_measured else by_rule(given))
         cluster = setup.config.cluster
         self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.record.block_bytes
-        tokenizer = None if given.skip_tokenizer_init else load_tokenizer(self.files)
+        tokenizer = None if given.skip_tokenizer_init else _load_tokenizer(self.files)
         self._host_memory: list[HostMemory] = []
         self._disks: dict[int, DiskPool] = {}
         if cluster.host_blocks:
@@ -299,6 +299,18 @@ class Service:
                     _log.warning("some KV was not saved, since that takes more than %g s", _SETTLE_S)
         self.executor.close()
         self._acquired.close()
+
+
+def _processes(config: WorkerConfig) -> Launcher:
+    from longspan.runtime.executor.processes import ProcessLauncher  # noqa: PLC0415 - not for other launchers
+
+    return ProcessLauncher(config)
+
+
+def _load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
+    from longspan.text.tokenizer import load_tokenizer  # noqa: PLC0415 - not for token ids alone
+
+    return load_tokenizer(files)
 
 
 def _open_disks(

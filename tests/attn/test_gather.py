@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transports import FaultyTransport, Wires, run_members
 
-from longspan.attn.collectives import all_gather, gather_hops, reduce_scatter
-from longspan.attn.comm import Group, Message, Transport
+from longspan.attn.collectives import all_gather, reduce_scatter
+from longspan.attn.comm import Group, Message, Transport, gather_hops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")

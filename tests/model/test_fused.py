@@ -19,8 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from longspan import native
 from longspan.attn.spec import AttnSpec, probe_positions
 from longspan.model import adapter
+from longspan.model.files import Quantization
 from longspan.model.fused import MAX_ERROR, FusedLayer, Matrix, Product, fuse_head, fuse_layers
-from longspan.model.quantization import GROUP, Levels, Quantization, quantise
+from longspan.model.quantization import GROUP, Levels, quantise
 
 SPEC = AttnSpec(num_heads=6, num_kv_heads=3, head_dim=32, scale=32**-0.5, window=None, softcap=None)
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from longspan import LLM
-from longspan.model.quantization import Quantization
-from longspan.model.store import StoredTensors, WeightForm, ensure_weights, map_levels
+from longspan.model.files import Quantization
+from longspan.model.quantization import map_levels
+from longspan.model.store import StoredTensors, WeightForm, ensure_weights
 
 CPU = torch.device("cpu")
 PLAIN = WeightForm(dtype="bfloat16")

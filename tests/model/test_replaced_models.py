@@ -24,7 +24,7 @@ from longspan.model.files import ModelError, ModelFiles
 from longspan.model.source import prepare, smollm2_folder
 from longspan.model.store import StoredTensors, build_once
 from longspan.resolve import EngineModel
-from longspan.runtime.sampling import GrammarMatcher, Vocabulary
+from longspan.runtime.grammar import GrammarMatcher, Vocabulary
 from longspan.text.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from engines import ThreadLLM
 
 from longspan import SamplingParams
 from longspan.outputs import CompletionOutput, RequestOutput
-from longspan.runtime.sampling import uniforms
+from longspan.runtime.random_tokens import uniforms
 
 NUM_TOKENS = 24
 TEMPERATURE = 0.8

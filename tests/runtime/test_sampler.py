@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from longspan.core.steps import Sampling
-from longspan.runtime import sampling
-from longspan.runtime.sampling import largest, sample, uniforms, weights
+from longspan.runtime import random_tokens, sampling
+from longspan.runtime.random_tokens import largest, uniforms, weights
+from longspan.runtime.sampling import sample
 
 
 def sampled(logits: Tensor, asked: list[Case]) -> list[int]:
@@ -51,7 +52,7 @@ def test_a_row_does_not_depend_on_its_neighbours(
     assert torch.equal(logits, before), "the reported logits are left alone"
     order = list(range(len(asked)))
     shuffle.shuffle(order)
-    with patch.object(sampling, "_CPU_NUMBERS", tile_numbers), patch.object(sampling, "_PREFIX", prefix):
+    with patch.object(sampling, "_CPU_NUMBERS", tile_numbers), patch.object(random_tokens, "_PREFIX", prefix):
         assert sampled(logits[order], [asked[row] for row in order]) == [together[row] for row in order]
     assert [sampled(logits[row : row + 1], [asked[row]])[0] for row in range(len(asked))] == together
 
@@ -245,7 +246,7 @@ def test_top_p_is_reached_exactly() -> None:
 
 @pytest.mark.parametrize(("quantile", "token"), [(0.0, 1), (1 - 2**-53, 3)])
 def test_the_ends_of_the_quantiles_are_allowed_tokens(quantile: float, token: int) -> None:
-    with patch("longspan.runtime.sampling.uniforms", return_value=[quantile]):
+    with patch("longspan.runtime.random_tokens.uniforms", return_value=[quantile]):
         assert sampled(torch.zeros(1, 5), [case(banned=(0, 4))]) == [token]
 
 

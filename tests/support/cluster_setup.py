@@ -21,7 +21,6 @@ from longspan.cost.flows import Flow
 from longspan.cost.step_cost import ReshardCost
 from longspan.policy.facts import Facts
 from longspan.runtime.batch import RankRequests
-from longspan.runtime.sampling import Vocabulary
 
 VOCAB = 64
 
@@ -159,7 +158,7 @@ class UnevenCost:
 def rank_requests() -> RankRequests:
     """Return the requests of a rank without a device."""
     files: Any = None  # no request has a grammar
-    return RankRequests(Vocabulary(files, size=VOCAB, eos_token_ids=()), torch.device("cpu"))
+    return RankRequests(files, torch.device("cpu"), vocab_size=VOCAB)
 
 
 def invented_token(request: Request, position: int, eos: tuple[int, ...]) -> int:

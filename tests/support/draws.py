@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longspan.core.steps import Sampling
-from longspan.runtime.sampling import Draw, TokenCounts, uniforms
+from longspan.runtime.logit_changes import TokenCounts
+from longspan.runtime.random_tokens import uniforms
+from longspan.runtime.sampling import Draw
 
 VOCAB = 16
 

@@ -31,7 +31,9 @@ from longspan.core.steps import Completion, Sampled, Sampling
 from longspan.model.files import ModelError, ModelFiles
 from longspan.model.source import smollm2_folder
 from longspan.policy.registry import make_policy
-from longspan.runtime.sampling import Draw, GrammarMatcher, Vocabulary, adjusted, forbid
+from longspan.runtime.grammar import GrammarMatcher, Vocabulary
+from longspan.runtime.logit_changes import adjusted, forbid
+from longspan.runtime.sampling import Draw
 from longspan.sim.executor import SimExecutor, VirtualClock
 from longspan.text.input_processor import EngineRequest, InputProcessor
 from longspan.text.structured import MAX_CHARS

@@ -23,13 +23,13 @@ are loaded on first use, and `import longspan.attn` needs no torch.
 from typing import TYPE_CHECKING
 
 from longspan.core.exports import lazy_exports
-from longspan.core.layouts import shard_span
 from longspan.core.runs import Run, SpanShards, positions
 
 if TYPE_CHECKING:
     from longspan.attn.comm import CommError
     from longspan.attn.huggingface import Split, register
     from longspan.attn.library import Members, alltoall, chain, gather_kv, join, ring_kv, ring_q
+    from longspan.core.layouts import shard_span
 
 __all__ = [
     "CommError",
@@ -52,6 +52,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "CommError": "longspan.attn.comm",
+        "shard_span": "longspan.core.layouts",
         **dict.fromkeys(("Split", "register"), "longspan.attn.huggingface"),
         **dict.fromkeys(
             ("Members", "alltoall", "chain", "gather_kv", "join", "ring_kv", "ring_q"), "longspan.attn.library"

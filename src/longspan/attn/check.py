@@ -28,8 +28,7 @@ from cyclopts.validators import Number
 from torch import Tensor
 
 from longspan.attn.backends import Partial, backend_of
-from longspan.attn.collectives import hidden_hops
-from longspan.attn.comm import Group
+from longspan.attn.comm import Group, hidden_hops
 from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.gather_hidden import GatherHidden
 from longspan.attn.member import MemberPart, MemberParts

@@ -11,16 +11,6 @@ from longspan.attn.comm import Group, Message
 from longspan.core.splits import cut_evenly
 
 
-def gather_hops(size: int) -> int:
-    """Count the hops of one `all_gather`. A `reduce_scatter` has two."""
-    return 1 + size
-
-
-def hidden_hops(size: int) -> int:
-    """Count the hops of a layer of `gather_hidden` in a group of `size` members. No exchange has more."""
-    return gather_hops(size) + 3
-
-
 def all_gather(group: Group, blocks: Sequence[Message], *, hop: int = 0) -> None:
     """Send the block of every member to every member.
 

@@ -110,6 +110,16 @@ class Transport(Protocol):
 _ANY_TAG = range(2**31)
 
 
+def gather_hops(size: int) -> int:
+    """Count the hops of one `all_gather`. A `reduce_scatter` has two."""
+    return 1 + size
+
+
+def hidden_hops(size: int) -> int:
+    """Count the hops of a layer of `gather_hidden` in a group of `size` members. No exchange has more."""
+    return gather_hops(size) + 3
+
+
 class Group:
     """The members of an exchange, in ring order, as one of them sees it.
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attn.collectives import gather_hops, gather_rows, reduce_scatter
-from longspan.attn.comm import Group, Message
+from longspan.attn.collectives import gather_rows, reduce_scatter
+from longspan.attn.comm import Group, Message, gather_hops
 from longspan.attn.gathered import GatheredPart, attend_gathered
 from longspan.attn.member import MemberParts, gather_runs
 from longspan.attn.paged import PagedKv

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan.attn.backends import backend_of
-from longspan.attn.collectives import gather_hops
-from longspan.attn.comm import Group, Transport
+from longspan.attn.comm import Group, Transport, gather_hops
 from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv

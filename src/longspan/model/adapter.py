@@ -18,18 +18,18 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from longspan.attn.spec import as_output, probe_positions
 from longspan.model.files import ModelFiles
-from longspan.model.fused import Rotary, fuse_head, fuse_layers
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
 from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
-from longspan.model.stages import LayerArguments, PassThrough, Stage, recorded_arguments
 from longspan.model.step import Attend, CurrentStep, Reduce, StepState
-from longspan.model.store import DTYPES, StoredTensors, map_levels
+from longspan.model.store import DTYPES, StoredTensors
 from longspan.model.trunk import LayerTrunk, SingleTokenTrunk, Trunk
-from longspan.model.whole_step import RotaryOf, RotaryTable, WholeStep, whole_step
 
 if TYPE_CHECKING:
+    from longspan.model.fused import Rotary
     from longspan.model.graph_step import GraphStep, Recording
     from longspan.model.shrunken import ShrunkenModel
+    from longspan.model.stages import LayerArguments, Stage
+    from longspan.model.whole_step import RotaryOf, WholeStep
 
 SERVE = "longspan"
 """The name of the attention function in transformers, for models that serve."""
@@ -83,9 +83,12 @@ class Model:
         is_whole = layers is None or len(layers) == self.info.num_layers
         decoder = decoder_layers(self.module)
         own = {layer: decoder[layer] for layer in (range(len(decoder)) if layers is None else layers)}
-        self.layers = {number: layer for number, layer in own.items() if not isinstance(layer, PassThrough)}
+        # a small copy of a model lacks the weights of some layers, which return their input
+        self.layers = {number: layer for number, layer in own.items() if next(layer.parameters(), None) is not None}
         self.stage: Stage | None = None
         if layers is not None and not is_whole:
+            from longspan.model.stages import Stage  # noqa: PLC0415 - only with pipeline parallelism
+
             self.stage = Stage(self.module, self.info, layers, self.specs, self._current)
         self.copied_bytes = _fill(self.module, self._stored, device, self.shard)
         if self.info.rope_switch_length is not None:
@@ -118,6 +121,8 @@ class Model:
 
         Examples are RoPE of the layer's type and query scaling. No layer runs.
         """
+        from longspan.model.stages import recorded_arguments  # noqa: PLC0415 - only for layerwise exchanges
+
         base = getattr(self.module, self.module.base_model_prefix)
         row = {"input_ids": torch.zeros_like(positions)[None], "position_ids": positions[None]}
         with self._current.during(StepState(rope_lengths=rope_lengths)), recorded_arguments(self.layers) as arguments:
@@ -150,6 +155,10 @@ class Model:
         self, layers: Mapping[int, nn.Module], weights: Path, trunk: LayerTrunk, *, whole_steps: bool
     ) -> WholeStep | None:
         """Compute the layers and the head by our own kernels, where these know them, and whole steps if possible."""
+        from longspan.model.fused import fuse_head, fuse_layers  # noqa: PLC0415 - needs our own kernels
+        from longspan.model.quantization import map_levels  # noqa: PLC0415
+        from longspan.model.whole_step import RotaryTable, whole_step  # noqa: PLC0415
+
         positions = probe_positions(self.module.config, self.info.context_length)
         # A share of tensor parallelism reads the bfloat16 weights, not the levels.
         levels = {} if self.shard.size > 1 else map_levels(weights)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.initialization import no_init_weights
 
-from longspan.model.files import ModelError, cache_root, one_line
+from longspan.model.files import ModelError, Quantization, cache_root, one_line
 from longspan.model.folder import stored_types, weight_files
 from longspan.model.info import ModelInfo
-from longspan.model.quantization import GRID, NUMBERS, Quantization, is_quantised, quantise
+from longspan.model.quantization import is_quantised, quantise
 from longspan.model.skeleton import PROBE, NoProducts, gather_info, load_config, quiet_transformers
-from longspan.model.store import DTYPES, NOTES, Matrices, WeightForm, named_tensors
+from longspan.model.store import DTYPES, GRID, NOTES, NUMBERS, Matrices, WeightForm, named_tensors
 
 _MATRIX = 2
 """The minimum number of dimensions of a matrix, or of a stack of matrices."""

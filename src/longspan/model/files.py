@@ -8,8 +8,9 @@ import stat
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+Quantization = Literal["int8", "int4"]
 _LFS_POINTER = b"version https://git-lfs"
 
 

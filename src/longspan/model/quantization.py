@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from longspan.model.files import Quantization
+from longspan.model.store import GRID, NUMBERS
+
 GROUP = 32
-NUMBERS, GRID = ".numbers", ".grid"
-"""Suffixes of the names of levels in a file, after the name of the weight."""
 _QUANTISED = re.compile(r"(_proj|\blm_head)\.weight$")
 _HEAD_BITS = 8
 """The minimum for an output head, since its errors are errors of the logits."""
 
-Quantization = Literal["int8", "int4"]
 BITS: dict[str, int] = {"int8": 8, "int4": 4}
 
 
@@ -70,3 +71,12 @@ def quantise(name: str, weight: Tensor, quantization: Quantization) -> Levels:
     if bits == 4:
         numbers = numbers[..., : GROUP // 2] | numbers[..., GROUP // 2 :] << 4
     return Levels(numbers=numbers.flatten(1), grid=torch.stack([step, base], dim=2))
+
+
+def map_levels(weights: Path) -> dict[str, Levels]:
+    """Map the levels of a quantised weight file, by the names of the weights. Any other file has none."""
+    with safe_open(weights, framework="pt") as file:
+        names = [name.removesuffix(GRID) for name in file.keys() if name.endswith(GRID)]  # noqa: SIM118
+        return {
+            name: Levels(numbers=file.get_tensor(name + NUMBERS), grid=file.get_tensor(name + GRID)) for name in names
+        }

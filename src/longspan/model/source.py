@@ -12,9 +12,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]  # of its HTTP library
 
 from longspan.model.contents import content_hash
-from longspan.model.files import ModelError, ModelFiles, cache_root, one_line
+from longspan.model.files import ModelError, ModelFiles, Quantization, cache_root, one_line
 from longspan.model.folder import CONFIG, stated_dtype, tokenizer_files
-from longspan.model.quantization import Quantization
 from longspan.model.store import DTYPES, WeightForm, build_once, ensure_weights
 
 ALIAS = "smollm2-135m"

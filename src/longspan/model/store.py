@@ -24,16 +24,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from longspan.model.contents import content_hash
-from longspan.model.files import ModelError, cache_root, make_writable, not_written, one_line
+from longspan.model.files import ModelError, Quantization, cache_root, make_writable, not_written, one_line
 from longspan.model.folder import description_files, weight_files
 from longspan.model.info import ModelInfo
-from longspan.model.quantization import GRID, NUMBERS, Levels, Quantization
 
 _FORMAT = 4
 """The version of the file layout, and of the checks that a model passes before its file is written."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NOTES = "notes"
 """The metadata entry with sentences that every start logs as warnings."""
+NUMBERS, GRID = ".numbers", ".grid"
+"""Suffixes of the names of levels in a file, after the name of the weight."""
 _FILE = "model.safetensors"
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class WeightForm:
     Attributes:
         dummy_seed: draw random weights, as transformers initialises a new model. The checkpoint needs no weights then.
         drawn: leave the matrices of dummy weights out of the file, see `StoredTensors`.
-        quantization: round the matrices, and store their levels too, see `map_levels`.
+        quantization: round the matrices, and store their levels too, see `quantization.map_levels`.
     """
 
     dtype: str
@@ -182,15 +183,6 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         else:
             tensors[name] = tensor
     return tensors, aliases
-
-
-def map_levels(weights: Path) -> dict[str, Levels]:
-    """Map the levels of a quantised weight file, by the names of the weights. Any other file has none."""
-    with safe_open(weights, framework="pt") as file:
-        names = [name.removesuffix(GRID) for name in file.keys() if name.endswith(GRID)]  # noqa: SIM118
-        return {
-            name: Levels(numbers=file.get_tensor(name + NUMBERS), grid=file.get_tensor(name + GRID)) for name in names
-        }
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:

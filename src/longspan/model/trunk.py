@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from longspan.attn.paged import on_device
 from longspan.model.skeleton import trunk_path
-from longspan.model.stages import Stage
 from longspan.model.step import Attend, CurrentStep, Reduce, Rows, SingleTokens, StepState
 
 if TYPE_CHECKING:
     from longspan.model.graph_step import GraphStep
+    from longspan.model.stages import Stage
     from longspan.model.whole_step import WholeStep
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from longspan.attn.collectives import all_gather, gather_hops
-from longspan.attn.comm import Group, Message, Transport
+from longspan.attn.collectives import all_gather
+from longspan.attn.comm import Group, Message, Transport, gather_hops
 from longspan.cost.profile import Transfer, TransferKind
 from longspan.errors import WorkerLostError
 from longspan.runtime.child import end_with_parent, make_run_dir, start_child

@@ -14,9 +14,6 @@ from longspan.core.exchange import LOCAL
 from longspan.model.files import ModelError
 from longspan.model.step import SingleTokens
 from longspan.runtime.batch import Channel, Packed
-from longspan.runtime.layerwise import Layerwise, LayerwiseStep
-from longspan.runtime.layerwise.layers import Arguments
-from longspan.runtime.moves import StepMoves
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
@@ -24,6 +21,9 @@ from longspan.runtime.timing import Stopwatch
 if TYPE_CHECKING:
     from longspan.attn.hosted import HostSource
     from longspan.runtime.host_pool import HostPool
+    from longspan.runtime.layerwise import Layerwise, LayerwiseStep
+    from longspan.runtime.layerwise.layers import Arguments
+    from longspan.runtime.moves import StepMoves
 
 
 class StepAttention:
@@ -100,8 +100,8 @@ class StepAttention:
         The model may then compute the step without calling this object. Returns None while the stopwatch records
         times per layer. Every token must be sampled, so that none lies inside a prompt.
         """
-        packed, moves = self._packed, self._moves
-        if self._watch.enabled or len(packed.channels) != 1 or (moves and moves.any_layered):
+        packed = self._packed
+        if self._watch.enabled or len(packed.channels) != 1 or self._moves is not None:
             return None
         (channel,) = packed.channels
         num_tokens, parts = len(packed.tokens), channel.parts

@@ -27,10 +27,13 @@ from longspan.core.runs import Run, num_tokens
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
 from longspan.model.step import Rows
 from longspan.runtime.pool import KvPool
-from longspan.runtime.sampling import Draw, GrammarMatcher, TokenCounts, Vocabulary
+from longspan.runtime.sampling import Draw
 
 if TYPE_CHECKING:
+    from longspan.model.files import ModelFiles
+    from longspan.runtime.grammar import GrammarMatcher, Vocabulary
     from longspan.runtime.host_pool import HostPool
+    from longspan.runtime.logit_changes import TokenCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,27 +378,56 @@ class RankRequest:
 
 
 class RankRequests:
-    """The requests of one rank by id. Only ranks that sample count tokens for penalties and grammars."""
+    """The requests of one rank by id. Only ranks that sample count tokens for penalties and grammars.
 
-    def __init__(self, vocabulary: Vocabulary, device: torch.device, *, samples: bool = True) -> None:
-        self._vocabulary, self._device, self._samples = vocabulary, device, samples
+    Args:
+        files: of the model. The first grammar reads its tokenizer.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        device: torch.device,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        samples: bool = True,
+    ) -> None:
+        self._files, self._device, self._samples = files, device, samples
+        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self._requests: dict[int, RankRequest] = {}
 
     def __getitem__(self, request_id: int) -> RankRequest:
         return self._requests[request_id]
 
     def apply(self, part: Part) -> RankRequest:
-        sampling, vocabulary = part.sampling, self._vocabulary
+        sampling = part.sampling
         if sampling is not None and part.request_id not in self._requests:
             penalised, constrained = (self._samples and flag for flag in (sampling.penalised, sampling.constrained))
             self._requests[part.request_id] = RankRequest(
                 sampling=sampling,
-                history=TokenCounts(vocabulary.size, sampling.prompt, self._device) if penalised else None,
-                matcher=GrammarMatcher(sampling.grammar, vocabulary) if constrained else None,
+                history=self._count_tokens(sampling) if penalised else None,
+                matcher=self._match(sampling) if constrained else None,
             )
         request = self._requests[part.request_id]
         request.apply(part)
         return request
+
+    def _count_tokens(self, sampling: Sampling) -> TokenCounts:
+        from longspan.runtime.logit_changes import TokenCounts  # noqa: PLC0415 - only with penalties
+
+        return TokenCounts(self._vocab_size, sampling.prompt, self._device)
+
+    def _match(self, sampling: Sampling) -> GrammarMatcher:
+        from longspan.runtime.grammar import GrammarMatcher  # noqa: PLC0415 - only for structured outputs
+
+        return GrammarMatcher(sampling.grammar, self._vocabulary)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        from longspan.runtime.grammar import Vocabulary  # noqa: PLC0415 - only for structured outputs
+
+        return Vocabulary(self._files, size=self._vocab_size, eos_token_ids=self._eos_token_ids)
 
     def learn(self, request_ids: Sequence[int], tokens: Sequence[int]) -> None:
         """Record tokens sampled by another rank. Ignores requests that were forgotten."""

@@ -16,10 +16,9 @@ from longspan.core.cluster import Cluster
 from longspan.core.splits import split_heads
 from longspan.core.steps import Link, MoveKV
 from longspan.runtime.pool import KvPool
+from longspan.runtime.step_comm import FIRST_MOVE_TAG
 
-FIRST_TAG = 2**31 - 2**27
-"""Lower bound of the tags of KV moves, which end at 2**31. Exchanges use the tags below it."""
-_NUM_TAGS = 2**27
+_NUM_TAGS = 2**31 - FIRST_MOVE_TAG
 _CHUNKS = 64
 """Distinct tags per layer, move and pair of ranks. Fewer messages are in flight, so a tag is free when reused."""
 _CHUNK_BYTES = 8 * 2**20
@@ -128,18 +127,12 @@ class BlockMessages:
         received_from: dict[int, list[int]] = {}
         for source, target in move.copies:
             if source.instance == target.instance:
-                continue  # see `copy_own`
+                continue  # the worker copies it
             if source.instance == self._instance:
                 sent_to.setdefault(target.instance, []).append(source.block)
             elif target.instance == self._instance:
                 received_from.setdefault(source.instance, []).append(target.block)
         return RankMove(move.number, self._tensors(sent_to), self._tensors(received_from))
-
-    def copy_own(self, move: MoveKV, start: int) -> None:
-        """Copy the first block of an admitted request within the pool, up to its first new token at `start`."""
-        for source, target in move.copies:
-            if source.instance == self._instance:
-                self._pool.copy_block(source.block, target.block, start % self._pool.block_size)
 
     def slices_to_send(self, move: RankMove, layer: int) -> Iterator[BlockSlice]:
         """Yield the slices of a layer that this rank sends, at most one per peer."""
@@ -177,7 +170,7 @@ class BlockMessages:
         """Return the group of all ranks for one message, whose only hop is 0. Counts its bytes as `name` in `sent`."""
         per_move = len(self._pool.record.layers) * _CHUNKS
         within = layer * _CHUNKS + chunk % _CHUNKS
-        tag = FIRST_TAG + number % (_NUM_TAGS // per_move) * per_move + within
+        tag = FIRST_MOVE_TAG + number % (_NUM_TAGS // per_move) * per_move + within
         hosts = self._cluster.hosts
         return Group(
             transport, range(len(hosts)), self.rank, hosts=hosts, name=name, tags=range(tag, tag + 1), sent=sent

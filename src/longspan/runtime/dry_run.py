@@ -34,7 +34,6 @@ from longspan.runtime.block_records import kv_record
 from longspan.runtime.executor.threads import memory_transports
 from longspan.runtime.messages import Done
 from longspan.runtime.pool import KvPool
-from longspan.runtime.sampling import Vocabulary
 from longspan.runtime.timing import Stopwatch
 from longspan.runtime.worker import Worker
 
@@ -247,7 +246,7 @@ def _worker(files: ModelFiles, small: ShrunkenModel, cluster: Cluster, rank: int
         pool,
         memory_transports(wires, rank),
         backend=backend,
-        vocabulary=Vocabulary(files, size=small.info.vocab_size, eos_token_ids=()),
+        files=files,
         watch=Stopwatch(enabled=False, device=_CPU),
     )
 

@@ -117,6 +117,10 @@ class Moves:
         if layer == layers[-1] and move.sent_to:
             self._notify(move.number)
 
+    def of_step(self, forward: Forward, rebalances: Transport, sent: Counter[tuple[str, Link]]) -> StepMoves:
+        """Begin the moves of a Forward, see `StepMoves`."""
+        return StepMoves(forward, self._messages, rebalances=rebalances, moves=self, sent=sent)
+
     def take_arrived(self) -> list[Moved | Sent]:
         """Write received blocks to the pool. Return reports of completed receives, sends and swaps.
 
@@ -186,7 +190,7 @@ def _is_last(counts: Counter[int], number: int) -> bool:
 
 
 class StepMoves:
-    """One rank's end of the `rebalances` and `streams` of a Forward. Counts sent bytes in `sent`.
+    """One rank's end of the `rebalances` and `streams` of a Forward between instances. Counts sent bytes in `sent`.
 
     Args:
         rebalances: the transport of the rebalances. Their peers receive in the same step.
@@ -203,20 +207,11 @@ class StepMoves:
         sent: Counter[tuple[str, Link]],
     ) -> None:
         self._messages, self._transport, self._moves, self._sent = messages, rebalances, moves, sent
-        starts = {part.request_id: part.start for part in forward.parts}
-        for move in forward.rebalances:
-            if move.is_local:
-                messages.copy_own(move, starts[move.request_id])
         self._rebalances = [messages.of_rank(move) for move in forward.rebalances if not move.is_local]
         self._streams = [messages.of_rank(move) for move in forward.streams]
         self._num_complete = self._num_streamed = messages.layers[0]
         self._receiving: list[tuple[Pending, list[tuple[BlockSlice, Message]]]] = []
         self._start(messages.layers[0])
-
-    @property
-    def any_layered(self) -> bool:
-        """Whether any KV moves layer by layer in this step."""
-        return bool(self._rebalances or self._streams)
 
     def complete(self, layer: int) -> None:
         """Wait until a layer's rebalanced KV is in the pool, then start the transfers of the next layer."""

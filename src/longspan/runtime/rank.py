@@ -20,7 +20,6 @@ from longspan.model.store import DTYPES, StoredTensors
 from longspan.runtime import messages
 from longspan.runtime.block_records import BlockRecords, kv_record
 from longspan.runtime.pool import KvMemory, KvPool
-from longspan.runtime.sampling import Vocabulary
 from longspan.runtime.timing import Stopwatch
 from longspan.runtime.worker import Inbox, Transports, Worker, send_report
 
@@ -145,7 +144,7 @@ class Rank:
             pool,
             self._transports,
             backend=self._backend,
-            vocabulary=Vocabulary(config.files, size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids),
+            files=config.files,
             watch=self._watch,
             host=host,
         )

@@ -9,15 +9,15 @@ from typing import Self
 
 from torch import Tensor
 
-from longspan.attn.collectives import all_reduce, hidden_hops
-from longspan.attn.comm import ALONE, Group, Transport
+from longspan.attn.comm import ALONE, Group, Transport, hidden_hops
 from longspan.core.cluster import Cluster
 from longspan.core.sparse import SPARSE_HOPS
 from longspan.core.steps import Link
 from longspan.runtime.batch import Channel
-from longspan.runtime.block_messages import FIRST_TAG as FIRST_MOVE_TAG
 
 WEIGHTS = "weights"
+FIRST_MOVE_TAG = 2**31 - 2**27
+"""Lower bound of the tags of KV moves, which end at 2**31. Exchanges use the tags below it."""
 _CHANNELS = 1024
 """Maximum number of channels of one Forward, over all ranks. Each has its own tags."""
 
@@ -106,6 +106,8 @@ class StepComm:
         return self._group(ranks, self._stage, name, self._tag(self._num_layers, 0), transport)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
+        from longspan.attn.collectives import all_reduce  # noqa: PLC0415 - only with tensor parallelism
+
         return all_reduce(self.inside("all_reduce"), partial)
 
     def _is_alike(self, instance: int) -> bool:

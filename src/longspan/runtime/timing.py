@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from longspan.attn.comm import Calls, Pending, Sums, Transport
-from longspan.model.fused import FusedLayer
 
 _CATEGORIES = ("attention", "linear", "other", "messages", "controller")
 """`attention` excludes its messages. `linear` is linear layers, or fused layers except attention. `messages` and
@@ -58,7 +57,11 @@ class Stopwatch:
         return dict(self._seconds) if self.enabled else {}
 
     def watch_linear(self, module: nn.Module) -> None:
-        for layer in module.modules() if self.enabled else ():
+        if not self.enabled:
+            return
+        from longspan.model.fused import FusedLayer  # noqa: PLC0415 - only with recorded times
+
+        for layer in module.modules():
             if isinstance(layer, nn.Linear) or isinstance(vars(layer).get("forward"), FusedLayer):
                 layer.register_forward_pre_hook(self._enter_linear)
                 layer.register_forward_hook(self._leave_linear)

@@ -27,16 +27,16 @@ from longspan.model.trunk import Output
 from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, fill_unknown_tokens, pack
-from longspan.runtime.block_messages import BlockMessages
-from longspan.runtime.layerwise import Layerwise
-from longspan.runtime.moves import Moves, StepMoves
 from longspan.runtime.pool import KvPool
-from longspan.runtime.sampling import Vocabulary, sample, token_logprobs
+from longspan.runtime.sampling import sample, token_logprobs
 from longspan.runtime.step_comm import StepComm, StepLanes
 from longspan.runtime.timing import Stopwatch, TimedTransport
 
 if TYPE_CHECKING:
+    from longspan.model.files import ModelFiles
     from longspan.runtime.host_pool import HostPool
+    from longspan.runtime.layerwise import Layerwise
+    from longspan.runtime.moves import Moves, StepMoves
 
 _Results = tuple[tuple[Sampled, ...], tuple[Scored, ...], tuple[int, ...]]
 """Sampled tokens, scored prompts, and the ids of requests with non-finite numbers."""
@@ -81,7 +81,7 @@ class Worker:
         transports: Transports,
         *,
         backend: AttentionBackend,
-        vocabulary: Vocabulary,
+        files: ModelFiles,
         watch: Stopwatch,
         host: HostPool | None = None,
     ) -> None:
@@ -92,8 +92,10 @@ class Worker:
         readers = range(num_stages if model.info.reads_tokens else 1)
         self._reads_tokens, self._readers = self._stage in readers, [s for s in readers if s + 1 < num_stages]
         self._device, self._dtype = model.module.device, model.module.dtype
-        self._backend, self._layerwise = backend, Layerwise(model)
-        self._requests = RankRequests(vocabulary, self._device, samples=self._is_last)
+        self._backend = backend
+        self._layerwise: Layerwise | None = None
+        vocabulary = {"vocab_size": model.info.vocab_size, "eos_token_ids": model.info.eos_token_ids}
+        self._requests = RankRequests(files, self._device, samples=self._is_last, **vocabulary)
         self._sends = deque[Pending]()  # messages to other stages, oldest first
         self._unread = deque[tuple[tuple[int, ...], Message, Pending]]()  # samples of the last stage, oldest first
         self._watch = watch
@@ -101,27 +103,34 @@ class Worker:
         self._rebalances = TimedTransport(transports.rebalances, self._watch)
         self._hidden = TimedTransport(transports.hidden, self._watch)
         self._samples = TimedTransport(transports.samples, self._watch)
-        self._messages = BlockMessages(pool, cluster, rank)
-        self._host, self._moves = host, Moves(self._messages, transports.moves, host)
+        self._host = host
+        self._moves: Moves | None = None
+        if cluster.num_instances > 1 or host is not None:
+            from longspan.runtime.block_messages import BlockMessages  # noqa: PLC0415 - only for moves between pools
+            from longspan.runtime.moves import Moves  # noqa: PLC0415
+
+            self._moves = Moves(BlockMessages(pool, cluster, rank), transports.moves, host)
 
     @property
-    def wakeup(self) -> int:
-        """A file descriptor that becomes readable when KV moves may have reports."""
-        return self._moves.wakeup
+    def wakeup(self) -> int | None:
+        """A file descriptor that becomes readable when KV moves may have reports. None without moves."""
+        return None if self._moves is None else self._moves.wakeup
 
     def serve(self, inbox: Inbox, reports: zmq.Socket[bytes]) -> messages.RunReshard | messages.Measure | None:
         """Execute steps until another command, and return it, or None for Stop."""
+        own_moves = self._moves
         while True:
             with self._watch.during("controller"):
                 new = inbox.receive()
             self._prepare(new)
-            for report in self._moves.take_arrived():
+            for report in () if own_moves is None else own_moves.take_arrived():
                 send_report(reports, report)
             match inbox.next():
                 case messages.RunForward(step):
                     send_report(reports, self.run(step))
                 case messages.RunMoves(moves):
-                    for report in self._moves.send(moves):
+                    assert own_moves is not None, "a cluster with one pool moves no KV"
+                    for report in own_moves.send(moves):
                         send_report(reports, report)
                 case messages.RunFree(step):
                     self._requests.forget(step.request_ids)
@@ -142,6 +151,7 @@ class Worker:
         for command in commands:
             match command:
                 case messages.RunMoves(moves):
+                    assert self._moves is not None, "a cluster with one pool moves no KV"
                     self._moves.expect(moves)
                 case messages.RunFree(step):
                     own = [(ref.block, slot) for ref, slot in step.cleared if ref.pool == self._instance]
@@ -150,15 +160,17 @@ class Worker:
     @property
     def is_idle(self) -> bool:
         """Whether no KV move is in flight."""
-        return self._moves.is_idle
+        return self._moves is None or self._moves.is_idle
 
     def close(self) -> None:
         """End the threads of KV moves and unhook the model. A process that exits need not call this.
 
         Either no move is in flight, or the transports are closed.
         """
-        self._moves.close()
-        self._layerwise.close()
+        if self._moves is not None:
+            self._moves.close()
+        if self._layerwise is not None:
+            self._layerwise.close()
         self._model.trunk.release_pool()
 
     def run(self, forward: Forward) -> messages.Done:
@@ -179,7 +191,7 @@ class Worker:
             rank=self._rank,
             num_layers=self._model.info.num_layers,
         )
-        moves = StepMoves(forward, self._messages, rebalances=self._rebalances, moves=self._moves, sent=comm.sent)
+        moves = self._begin_moves(forward, comm)
         if self._reads_tokens or self._is_last:  # the stage embeds tokens or counts them
             own_ids = {token.request_id for token in packed.unknown if token.source == self._instance}
             needed = [number for number, (ids, *_) in enumerate(self._unread, 1) if not own_ids.isdisjoint(ids)]
@@ -192,7 +204,7 @@ class Worker:
             specs=self._model.specs,
             first_kv_heads=self._model.first_kv_heads,
             watch=self._watch,
-            layerwise=self._layerwise,
+            layerwise=None if packed.num_alone is None else self._hooked(),
             moves=moves,
             host=self._host,
         )
@@ -209,6 +221,27 @@ class Worker:
             non_finite=non_finite,
             times=self._watch.seconds(),
         )
+
+    def _begin_moves(self, forward: Forward, comm: StepComm) -> StepMoves | None:
+        """Copy blocks within the pool, and begin the moves between instances. Return None if there are none."""
+        starts = {part.request_id: part.start for part in forward.parts}
+        local = [move for move in forward.rebalances if move.is_local]
+        for move in local:  # the first block of an admitted request, up to its first new token
+            for source, target in move.copies:
+                if source.instance == self._instance:
+                    num_slots = starts[move.request_id] % self._pool.block_size
+                    self._pool.copy_block(source.block, target.block, num_slots)
+        if self._moves is None or (len(local) == len(forward.rebalances) and not forward.streams):
+            return None
+        return self._moves.of_step(forward, self._rebalances, comm.sent)
+
+    def _hooked(self) -> Layerwise:
+        """Return the attention layers of the model, hooked for layerwise exchanges at the first call."""
+        if self._layerwise is None:
+            from longspan.runtime.layerwise import Layerwise  # noqa: PLC0415 - only for layerwise exchanges
+
+            self._layerwise = Layerwise(self._model)
+        return self._layerwise
 
     def _compute(self, packed: Packed, comm: StepComm, attention: StepAttention) -> _Results:
         """Run the model, and send hidden states or samples to other stages. Return the results to report."""

@@ -11,14 +11,13 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, Unpack, cast
 
 from jinja2 import TemplateError
-from llguidance import LLTokenizer
 
 from longspan.core.request import check_length, too_long
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.errors import ParameterError
-from longspan.text.tokenizer import grammar_vocabulary
 
 if TYPE_CHECKING:
+    from llguidance import LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
 
@@ -250,6 +249,8 @@ class InputProcessor:
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
+        from longspan.text.tokenizer import grammar_vocabulary  # noqa: PLC0415 - structured outputs alone
+
         return grammar_vocabulary(self._need_tokenizer(), vocab_size=self.vocab_size)
 
     def _need_tokenizer(self) -> PreTrainedTokenizerBase:

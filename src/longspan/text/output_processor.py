@@ -13,11 +13,11 @@ from longspan.core.request import ErrorKind, FinishReason, Request
 from longspan.core.steps import TokenLogprobs
 from longspan.outputs import CompletionOutput, Logprob, LogprobsOfToken, RequestOutput
 from longspan.text.input_processor import EngineRequest
-from longspan.text.tokenizer import Detokenizer, token_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from longspan.text.tokenizer import Detokenizer
 
 _FAILURES: dict[ErrorKind, str] = {
     "structured_outputs": "an output could not be completed in the form that structured_outputs, response_format or "
@@ -122,8 +122,10 @@ class Choice:
         self.request = request
         self.num_taken = 0
         self._text_of = _texts_by(tokenizer)
-        self._detokenizer = None
+        self._detokenizer: Detokenizer | None = None
         if tokenizer is not None:
+            from longspan.text.tokenizer import Detokenizer  # noqa: PLC0415 - not for token ids alone
+
             stop, min_tokens = request.params.stop_strings, request.params.min_tokens
             self._detokenizer = Detokenizer(
                 tokenizer, request.prompt, stop, min_tokens=min_tokens, shown_token_ids=shown_token_ids
@@ -197,4 +199,8 @@ def by_token(token: int, report: TokenLogprobs, text: Callable[[int], str | None
 
 
 def _texts_by(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str | None]:
-    return (lambda _: None) if tokenizer is None else partial(token_text, tokenizer)
+    if tokenizer is None:
+        return lambda _: None
+    from longspan.text.tokenizer import token_text  # noqa: PLC0415 - not for token ids alone
+
+    return partial(token_text, tokenizer)

@@ -103,19 +103,27 @@ def backend_of(
 
     On CUDA devices `kernel` is the only kernel of PyTorch to use, see `TorchCuda`.
     """
-    from longspan.attn.backends.native import NativeCpu  # noqa: PLC0415 - backends import this module
-    from longspan.attn.backends.pytorch import TorchCpu, TorchCuda  # noqa: PLC0415
-    from longspan.native import is_loaded  # noqa: PLC0415 - no exchange needs it
-
     if device.type == "cuda":
         if find_spec("triton") is None:
+            from longspan.attn.backends.pytorch import TorchCuda  # noqa: PLC0415 - backends import this module
+
             _log.warning("Triton is not installed: decodes and sparse attention use slower kernels of PyTorch")
             return TorchCuda(kernel)
         from longspan.attn.backends.triton import TritonCuda  # noqa: PLC0415 - needs Triton
 
         return TritonCuda(kernel)
     assert kernel is None, "CPUs have no CUDA kernels"
-    return NativeCpu() if (is_loaded() if compiled is None else compiled) else TorchCpu()
+    if compiled is None:
+        from longspan.native import is_loaded  # noqa: PLC0415 - workers know which kernels they use
+
+        compiled = is_loaded()
+    if compiled:
+        from longspan.attn.backends.native import NativeCpu  # noqa: PLC0415 - needs our own kernels
+
+        return NativeCpu()
+    from longspan.attn.backends.pytorch import TorchCpu  # noqa: PLC0415 - backends import this module
+
+    return TorchCpu()
 
 
 def nothing_seen(q: Tensor) -> Partial:

@@ -26,6 +26,7 @@ _END_TIMEOUT_S = 2.0
 _POLL_S = 0.02
 _MODULES = (
     "longspan.runtime.worker_process",
+    "longspan.model.whole_step",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "sympy",

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 import zmq
 
-from longspan import native
 from longspan.attn.memory import MemoryTransport, Wires
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.rank import Rank
@@ -43,6 +42,8 @@ class ThreadLauncher:
             raise ValueError(f"worker threads compute on cpu, not on {config.device}")
         self.cluster, self.config, self.wires = config.cluster, config, (Wires(), Wires(), Wires(), Wires())
         if config.kernels is not None:
+            from longspan import native  # noqa: PLC0415 - only with our own kernels
+
             native.load(config.kernels)
         self.context, self.endpoint = zmq.Context(), f"inproc://longspan-{next(_numbers)}"
         self._threads_before = torch.get_num_threads()
