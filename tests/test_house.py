@@ -17,12 +17,13 @@ from house import House
 FOLDER = Path(__file__).parent / "limits"
 PROMPT = """
 import sys
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from engines import ThreadLLM
-from longspan import SamplingParams
-with ThreadLLM(sys.argv[1], dtype="float32", skip_tokenizer_init=True) as llm:
+from functools import partial
+from longspan import LLM, SamplingParams
+from longspan.runtime.executor.threads import ThreadLauncher
+from longspan.service import Service
+LLM.make_service = partial(Service, launcher=ThreadLauncher)
+with LLM(sys.argv[1], dtype="float32", skip_tokenizer_init=True) as llm:
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)
 files = {Path(one.__file__) for name, one in list(sys.modules.items()) if name.partition(".")[0] == "longspan"}
 print(sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files))

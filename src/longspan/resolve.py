@@ -27,7 +27,7 @@ from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
 from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo
-from longspan.model.sharding import check_degree
+from longspan.model.shard import check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
 from longspan.policy.facts import Facts, measured_phases

@@ -18,7 +18,6 @@ from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
 from longspan.core.kv_record import KvRecord
 from longspan.core.options import PolicySettings
-from longspan.core.regrouping import Change
 from longspan.core.sparse import is_tuned
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.model.files import ModelFiles, cache_root
@@ -219,6 +218,7 @@ class Service:
             WorkerLostError: a worker does not start.
         """
         from longspan.core.fleets import without  # noqa: PLC0415 - most fleets stay
+        from longspan.core.regrouping import Change  # noqa: PLC0415
 
         fleet = self.engine.config.fleet
         for rank in ranks:
@@ -243,6 +243,8 @@ class Service:
                 worker although none is replaced.
             RuntimeError: another change is under way.
         """
+        from longspan.core.regrouping import Change  # noqa: PLC0415 - most fleets stay
+
         check_text("parallel", spec)
         chosen = replace(self.setup, choice=self.setup.choice.changed(changes))
         setup = self._on(chosen, chosen.fleet_of(spec, self.engine.config.cluster))

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longspan.attn.backends import CudaKernel, Partial, backend_of, pytorch
-from longspan.attn.backends.pytorch import TorchCpu, TorchCuda, cuda_kernel
+from longspan.attn.backends import CudaKernel, Partial, backend_of, pytorch_cuda
+from longspan.attn.backends.pytorch import TorchCpu
+from longspan.attn.backends.pytorch_cuda import TorchCuda, cuda_kernel
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate
@@ -106,7 +107,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
         return TorchCpu()._kernel(q, k, v, spec, causal=causal, mask=None)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
-    monkeypatch.setattr(pytorch, "_call", call)
+    monkeypatch.setattr(pytorch_cuda, "_call", call)
     return calls
 
 

@@ -26,7 +26,8 @@ from unseen_slots import with_nan_in_unseen_slots
 
 from longspan.attn import backends
 from longspan.attn.backends import NOWHERE, backend_of, nothing_seen
-from longspan.attn.backends.pytorch import TorchBackend, TorchCpu, TorchCuda
+from longspan.attn.backends.pytorch import TorchBackend, TorchCpu
+from longspan.attn.backends.pytorch_cuda import TorchCuda
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import AttnSpec

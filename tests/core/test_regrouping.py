@@ -72,7 +72,7 @@ def test_a_change_of_the_user_follows_a_change_of_the_policy() -> None:
     assert regrouping.state == "draining"
     assert switched(regrouping, 5) is asked
     regrouping.resumed(3.0)
-    assert regrouping.is_running and len(regrouping.transitions) == 2
+    assert regrouping.state == "running" and len(regrouping.transitions) == 2
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 2])

@@ -13,7 +13,7 @@ import torch
 from test_triton import compare_gather, compare_paged, compare_store, reads_of
 
 from longspan.attn.backends import AttentionBackend, backend_of
-from longspan.attn.backends.pytorch import TorchCuda
+from longspan.attn.backends.pytorch_cuda import TorchCuda
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate

@@ -7,7 +7,7 @@ import torch
 from kernel_cases import BACKENDS, HEAD_DIMS, KINDS, LLAMA_8B, ROUNDING, SPEC, TOLERANCE, block_cases, compare_attention
 
 from longspan.attn.backends import CudaKernel
-from longspan.attn.backends.pytorch import TorchCuda
+from longspan.attn.backends.pytorch_cuda import TorchCuda
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.hosted import PinnedStaging
 from longspan.core.runs import Run, relate

@@ -11,7 +11,8 @@ from longspan import LLM
 from longspan.attn.spec import AttnSpec
 from longspan.core.splits import split_heads
 from longspan.model.files import ModelError
-from longspan.model.sharding import Shard
+from longspan.model.shard import Shard
+from longspan.model.sharding import pieces
 
 
 def test_more_ranks_than_heads_are_refused(folders: dict[str, Path]) -> None:
@@ -45,11 +46,11 @@ def test_projections_are_cut_by_their_own_heads(heads: int, kv_heads: int, dim: 
             ("k", kv_heads, share.kv_heads),
             ("v", kv_heads, share.kv_heads),
         ):
-            found = shard.pieces(f"model.layers.0.self_attn.{leaf}_proj.weight", torch.Size([number * dim, 64]))
+            found = pieces(shard, f"model.layers.0.self_attn.{leaf}_proj.weight", torch.Size([number * dim, 64]))
             assert found == (0, (range(own.start * dim, own.stop * dim),))
 
 
 def test_ambiguous_rows_of_fused_projections_are_refused() -> None:
     spec = AttnSpec(num_heads=16, num_kv_heads=1, head_dim=16, scale=1.0, window=None, softcap=None)
     with pytest.raises(ModelError, match="it is not known how to cut"):
-        Shard(index=0, size=2, specs=(spec,)).pieces("model.layers.0.self_attn.sinks", torch.Size([16]))
+        pieces(Shard(index=0, size=2, specs=(spec,)), "model.layers.0.self_attn.sinks", torch.Size([16]))

@@ -38,7 +38,8 @@ from longspan.core.runs import positions
 from longspan.core.splits import cut_evenly, split_heads
 from longspan.core.steps import Forward, Part, Sample, Sampling
 from longspan.model.adapter import Model
-from longspan.model.sharding import Shard, attention_modules
+from longspan.model.shard import Shard
+from longspan.model.sharding import attention_modules
 from longspan.model.source import prepare
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import pack

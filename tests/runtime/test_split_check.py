@@ -23,7 +23,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.exchange import Exchange
 from longspan.errors import ParameterError
 from longspan.model.files import ModelFiles
-from longspan.model.sharding import Shard
+from longspan.model.shard import Shard
 from longspan.model.shrunken import ShrunkenModel, shrink
 from longspan.model.source import prepare
 from longspan.model.store import read_info

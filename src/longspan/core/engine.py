@@ -13,7 +13,6 @@ from longspan.core.lifecycle import Clock, Lifecycle
 from longspan.core.policy import Policy
 from longspan.core.queues import Queues
 from longspan.core.ranks import Ranks
-from longspan.core.regrouping import Change, Regrouping, bounded
 from longspan.core.request import FinishReason, Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.stats import Counts, Load
@@ -21,6 +20,7 @@ from longspan.core.steps import Content, Executor
 from longspan.core.view import ClusterView, Plan
 
 if TYPE_CHECKING:  # types alone
+    from longspan.core.regrouping import Change, Regrouping
     from longspan.core.transitions import Transition
 
 
@@ -48,14 +48,15 @@ class Engine:
         self.kv = KvManager(config, self._queues, self._ranks.number, saved=saved)
         self._lifecycle = Lifecycle(config, self._queues, self.kv, self._ranks, clock)
         self.counts: Counts = self._lifecycle.counts
-        self._regrouping, self.watch, self._is_checked = Regrouping(), Watch(), False
+        self._regrouping: Regrouping | None = None  # None before the first change of clusters
+        self.watch, self._is_checked = Watch(), False
         self.set_policy(policy)
 
     # ---------------------------------------------------------------- requests
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raise ValueError for a prompt that is empty, too long for any output, or refused by the policy."""
-        self._intake.check(num_prompt_tokens, *self._regrouping.target(self._policy, self.config))
+        self._intake.check(num_prompt_tokens, *self._target())
 
     def add(self, prompt: Sequence[int], params: SamplingParams, **options: Unpack[RequestOptions]) -> Request:
         """Queue a request. While clusters change, apply the limits and settings that hold after the change.
@@ -63,11 +64,16 @@ class Engine:
         Raises:
             ValueError: see `check`.
         """
-        policy, config = self._regrouping.target(self._policy, self.config)
+        policy, config = self._target()
         request = self._intake.make(prompt, params, self._clock.now(), policy, config, **options)
         self._is_checked = False
         self._lifecycle.add(request)
         return request
+
+    def _target(self) -> tuple[Policy, EngineConfig]:
+        """Return the policy and the configuration for new requests, see `Regrouping.target`."""
+        present = self._policy, self.config
+        return present if self._regrouping is None else self._regrouping.target(*present)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request from outside: a stop string, or a client that is gone. It is dropped when no step names it.
@@ -96,17 +102,18 @@ class Engine:
     @property
     def is_regrouping(self) -> bool:
         """Whether a change of clusters was asked for and is not complete."""
-        return not self._regrouping.is_running
+        return self._regrouping is not None and self._regrouping.state != "running"
 
     @property
     def transitions(self) -> list[Transition]:
         """The changes of clusters so far."""
-        return self._regrouping.transitions
+        return [] if self._regrouping is None else self._regrouping.transitions
 
     @property
     def phase(self) -> str:
         """The phase of an engine with phases: prefill, decode or transition. Empty without phases."""
-        return self._regrouping.phase(self.config)
+        is_fixed = self._regrouping is None and not self.config.phases
+        return "" if is_fixed else self._regroup().phase(self.config)
 
     @property
     def _is_moving(self) -> bool:
@@ -114,7 +121,7 @@ class Engine:
 
     @property
     def _is_settling(self) -> bool:
-        return self.kv.is_copying or self._regrouping.state == "switching"
+        return self.kv.is_copying or (self._regrouping is not None and self._regrouping.state == "switching")
 
     def load(self) -> Load:
         return Load.of(self._queues, self.kv, self.config.cluster, self._clock.now())
@@ -160,7 +167,15 @@ class Engine:
         Raises:
             RuntimeError: another change is under way.
         """
-        self._regrouping.ask(change, self._clock.now())
+        self._regroup().ask(change, self._clock.now())
+
+    def _regroup(self) -> Regrouping:
+        """Return the state of changes of clusters, made at the first call."""
+        if self._regrouping is None:
+            from longspan.core.regrouping import Regrouping  # noqa: PLC0415 - most clusters stay
+
+            self._regrouping = Regrouping()
+        return self._regrouping
 
     def restart(self, executor: Executor, change: Change | None = None) -> None:
         """Replace lost workers. The new ones have the places of `change`, with a policy, or those before the loss.
@@ -170,7 +185,7 @@ class Engine:
         """
         self._ranks.restart(executor)
         self._lifecycle.lose()
-        self._regrouping.restart(change, self._clock.now())
+        self._regroup().restart(change, self._clock.now())
         if change is not None:
             self._resume(change)
 
@@ -179,12 +194,14 @@ class Engine:
         for request in self._queues.parkable:
             self._lifecycle.retract(request)
         computes, moves = bool(self._queues.steps or self._queues.running), not self.kv.can_regroup
-        reshard = self._regrouping.drain(self._ranks.number, self._clock.now(), computes=computes, moves=moves)
+        reshard = self._regroup().drain(self._ranks.number, self._clock.now(), computes=computes, moves=moves)
         if reshard is not None:
             self._ranks.send(reshard)
 
     def _resume(self, change: Change) -> None:
         """Serve on the cluster of a change, whose ranks have their places."""
+        from longspan.core.regrouping import bounded  # noqa: PLC0415 - most clusters stay
+
         self.config = self._lifecycle.config = change.config(self.config)
         self._queues.replace(self.config.cluster)
         self.kv.regroup(self.config.cluster)
@@ -193,7 +210,7 @@ class Engine:
             self._adopt(change.policy)
             for request in bounded(self._queues.unfinished, self.config.longest(change.policy)):
                 self.finish(request, "error")
-        self._regrouping.resumed(self._clock.now())
+        self._regroup().resumed(self._clock.now())
 
     # ---------------------------------------------------------------- the loop
 
@@ -224,7 +241,8 @@ class Engine:
         """Take completions: of a move at once, of a Forward in the order of steps."""
         for done in self._ranks.executor.poll(timeout_s):
             self.counts.bytes_sent.update(done.bytes_sent)
-            if (change := self._regrouping.complete(done, self._clock.now())) is not None:
+            regrouping = self._regrouping
+            if regrouping is not None and (change := regrouping.complete(done, self._clock.now())) is not None:
                 self._resume(change)
             elif (moves := self.kv.moved(done)) is None:
                 self._queues.steps.complete(done)
@@ -234,17 +252,17 @@ class Engine:
     def emit(self) -> None:
         """Emit the steps that the policy plans, until no instance can be given another step."""
         self._lifecycle.advance_transfers()
-        while self._regrouping.is_running:
+        while not self.is_regrouping:
             num_preemptions = self.counts.num_preemptions
             if self._queues.can_emit and self._emit_plan(self._plan()):
                 continue
             # A plan that only preempted may have freed backends, or blocks for pending transfers.
             has_preempted = self.counts.num_preemptions > num_preemptions
-            if not self._regrouping.is_running or (has_preempted and self._lifecycle.advance_transfers()):
+            if self.is_regrouping or (has_preempted and self._lifecycle.advance_transfers()):
                 continue
             if self._queues.steps or self._is_moving or not self._lifecycle.break_deadlock():
                 return
-        if self._regrouping.state == "draining":
+        if self._regrouping is not None and self._regrouping.state == "draining":
             self._drain()
 
     def _plan(self) -> Plan:
@@ -264,7 +282,9 @@ class Engine:
                 self._lifecycle.retract(queues.requests[parked.id])
             if plan.reshard is not None:
                 assert not plan.batches, "no step is planned together with a change of clusters"
-                self._regrouping.ask(Change(cluster=plan.reshard, phases=self.config.phases), self._clock.now())
+                from longspan.core.regrouping import Change  # noqa: PLC0415 - few policies change clusters
+
+                self.reshard(Change(cluster=plan.reshard, phases=self.config.phases))
                 return Plan()
             for preempted in plan.preempted:
                 self._lifecycle.preempt(queues.requests[preempted.id])

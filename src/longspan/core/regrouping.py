@@ -55,26 +55,18 @@ class Regrouping:
     """The state of an engine between two clusters, and the changes so far.
 
     Attributes:
+        state: steps are planned while it is `running`.
         transitions: the completed changes. A restart is none.
     """
 
     def __init__(self) -> None:
         self.transitions: list[Transition] = []
-        self._state: State = "running"
+        self.state: State = "running"
         self._change: Change | None = None
         self._next: Change | None = None
         self._number = 0  # of the Reshard
         self._asked_s = self._begun_s = 0.0
         self._idle_s: float | None = None
-
-    @property
-    def state(self) -> State:
-        return self._state
-
-    @property
-    def is_running(self) -> bool:
-        """Whether steps are planned."""
-        return self._state == "running"
 
     def phase(self, config: EngineConfig) -> str:
         """Return prefill, decode or transition for an engine with phases. Empty without phases."""
@@ -101,7 +93,7 @@ class Regrouping:
             RuntimeError: a change with another policy is under way.
         """
         if self._change is None:
-            self._state, self._change, self._asked_s = "draining", change, now_s
+            self.state, self._change, self._asked_s = "draining", change, now_s
             return
         if self._change.policy is not None or self._next is not None:
             raise RuntimeError("a change of clusters is in progress: call step until it is complete")
@@ -109,22 +101,22 @@ class Regrouping:
 
     def drain(self, number: Callable[[], int], now_s: float, *, computes: bool, moves: bool) -> Reshard | None:
         """Return the step that switches clusters, with the next number. None while steps or KV are in flight."""
-        assert self._state == "draining" and self._change is not None
+        assert self.state == "draining" and self._change is not None
         if not computes and self._idle_s is None:
             self._idle_s = now_s
         if computes or moves:
             return None
-        self._state, self._number, self._begun_s = "switching", number(), now_s
+        self.state, self._number, self._begun_s = "switching", number(), now_s
         return Reshard(number=self._number, cluster=self._change.cluster)
 
     def complete(self, done: Completion, now_s: float) -> Change | None:
         """Return the change to resume with, if this completes its Reshard. None for all other completions."""
-        if self._state != "switching" or done.number != self._number:
+        if self.state != "switching" or done.number != self._number:
             return None
         assert self._change is not None and self._idle_s is not None, "ranks switch when no step is in flight"
         from longspan.core.transitions import Transition  # noqa: PLC0415 - most clusters stay
 
-        self._state = "resuming"
+        self.state = "resuming"
         self.transitions.append(
             Transition(
                 cluster=self._change.cluster,
@@ -139,7 +131,7 @@ class Regrouping:
 
     def resumed(self, now_s: float) -> None:
         """Run on the new cluster, or begin the change that was asked for meanwhile."""
-        assert self._state == "resuming"
+        assert self.state == "resuming"
         following = self._next
         self._clear()
         if following is not None:
@@ -153,12 +145,12 @@ class Regrouping:
         pending = [change for change in (self._change, self._next) if change is not None and change.policy is not None]
         self._clear()
         if change is not None:
-            self._state, self._change = "resuming", change
+            self.state, self._change = "resuming", change
         elif pending:
             self.ask(pending[0], now_s)
 
     def _clear(self) -> None:
-        self._state, self._change, self._next, self._idle_s = "running", None, None, None
+        self.state, self._change, self._next, self._idle_s = "running", None, None, None
 
 
 def bounded(requests: Iterable[Request], max_len: int) -> list[Request]:

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from longspan.attn.spec import as_output, probe_positions
 from longspan.model.files import ModelFiles
-from longspan.model.sharding import Shard, attention_modules, sum_partial_results
+from longspan.model.shard import Shard
 from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
 from longspan.model.step import Attend, CurrentStep, Reduce, StepState
 from longspan.model.store import DTYPES, StoredTensors
@@ -94,6 +94,8 @@ class Model:
         if self.info.rope_switch_length is not None:
             _pin_longrope(self.module, self.info.rope_switch_length, self._current)
         if tp > 1:
+            from longspan.model.sharding import sum_partial_results  # noqa: PLC0415 - only with tensor parallelism
+
             sum_partial_results(self.module, self.shard, self._current.reduce, self._stored.shape)
         layer_trunk = LayerTrunk(self.module, self.stage, self._current, device)
         step: WholeStep | GraphStep | None = None
@@ -138,6 +140,8 @@ class Model:
         return {name: self._stored.shape(path) for name, path in self._attention_paths(layer).items()}
 
     def _attention_paths(self, layer: int) -> dict[str, str]:
+        from longspan.model.sharding import attention_modules  # noqa: PLC0415 - only for unsharded weights
+
         attention = attention_modules(self.module)[layer]
         [path] = [path for path, module in self.module.named_modules() if module is attention]
         return {name: f"{path}.{name}" for name, _ in attention.named_parameters()}

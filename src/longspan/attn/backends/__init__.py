@@ -105,7 +105,7 @@ def backend_of(
     """
     if device.type == "cuda":
         if find_spec("triton") is None:
-            from longspan.attn.backends.pytorch import TorchCuda  # noqa: PLC0415 - backends import this module
+            from longspan.attn.backends.pytorch_cuda import TorchCuda  # noqa: PLC0415 - backends import this module
 
             _log.warning("Triton is not installed: decodes and sparse attention use slower kernels of PyTorch")
             return TorchCuda(kernel)

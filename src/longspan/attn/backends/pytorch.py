@@ -1,4 +1,4 @@
-"""PyTorch's kernels on CPUs and on CUDA devices.
+"""PyTorch's kernels on CPUs, and the cuts of attention into kernel calls. `pytorch_cuda` has the kernels on CUDA.
 
 Visibility is a band in index space (`core.runs.relate`): query i sees key j iff `i + lower <= j <= i + upper`. Bands
 are cut into rectangles and squares that a fused kernel computes. Edges of sliding windows use masks of at most `_TILE`
@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from longspan.attn.backends import CudaKernel, Partial, merge, merge_each, nothing_seen
+from longspan.attn.backends import Partial, merge, merge_each, nothing_seen
 from longspan.attn.paged import KeysAndValues, PagedBatch, PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Relation
@@ -28,11 +27,6 @@ _RATED = 4096
 """Keys that are rated at a time, which bounds the memory of the scores."""
 _FEW_QUERIES = 16
 """Up to this number of queries, long keys are split into pieces that are computed in parallel and merged."""
-_AMPERE, _HOPPER = (8, 0), (9, 0)
-_MAX_FLASH_DIM, _MAX_CUDNN_DIM = 256, 128
-_CUDNN_TOKENS, _CUDNN_LENGTHS, _MAX_PADDING = 1024, 32, 1 / 8
-"""cuDNN makes a plan for every shape, which often takes longer than a call. So lengths are multiples of 1024, and for
-long contexts one of 32 lengths between two powers of two. Padding adds at most 1/8 of the rows."""
 _PIECE = 512
 """Keys per such piece."""
 
@@ -207,7 +201,7 @@ class TorchBackend(ABC):
         assert q.shape[2] > 0 and k.shape[2] > 0, "an empty kernel call kills the process on CPUs"
         assert not causal or q.shape[2] == k.shape[2], "causal calls are square"
         if spec.softcap is not None:
-            return _eager(q, k, v, spec, causal=causal, mask=mask)
+            return eager(q, k, v, spec, causal=causal, mask=mask)
         return self._kernel(q, k, v, spec, causal=causal, mask=mask)
 
 
@@ -221,113 +215,6 @@ class TorchCpu(TorchBackend):
         return out, lse
 
 
-def cuda_kernel(
-    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], *, masked: bool = False, windowed: bool = False
-) -> CudaKernel:
-    """Choose the fastest of PyTorch's CUDA kernels that supports such attention.
-
-    cuDNN is the fastest from Hopper (9.0) on, for head dimensions up to 128. Only FlashAttention supports both edges of
-    sliding windows. `capability` is that of the device.
-    """
-    is_half = dtype in {torch.bfloat16, torch.float16}
-    if masked:
-        return "eager"
-    if is_half and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_DIM and capability >= _AMPERE:
-        has_cudnn = capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM
-        return "cudnn" if has_cudnn and not windowed else "flash"
-    return "efficient" if head_dim % (8 if is_half else 4) == 0 and not windowed else "eager"
-
-
-class TorchCuda(TorchBackend):
-    """Attention by the kernel that `cuda_kernel` chooses. `kernel` fixes one for calls without a mask, to compare."""
-
-    def __init__(self, kernel: CudaKernel | None = None) -> None:
-        self._forced = kernel
-
-    def _band(
-        self, q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpec, *, dense: bool = False
-    ) -> Partial:
-        """Compute a sliding window in one call if FlashAttention supports it. Every query sees some key."""
-        if dense or not self._flash_supports(q, spec):
-            return super()._band(q, k, v, lower, upper, spec, dense=dense)
-        keys = slice(max(0, lower), min(k.shape[1], q.shape[1] + upper))
-        k, v = k[:, keys], v[:, keys]
-        # A window counts from the diagonal through the last query and the last key. Some query sees each end of the
-        # keys, so neither side is negative. Negative sides would be unbounded.
-        diagonal = keys.start + k.shape[1] - q.shape[1]
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - public ones have no windows
-            *(tensor.transpose(0, 1)[None] for tensor in (q, k, v)),
-            *(None, None, q.shape[1], k.shape[1], 0.0, False, False),
-            scale=spec.scale,
-            window_size_left=diagonal - lower,
-            window_size_right=upper - diagonal,
-        )
-        return out[0].transpose(0, 1), lse[0]
-
-    def _flash_supports(self, q: Tensor, spec: AttnSpec) -> bool:
-        """Return True if FlashAttention supports windows of such queries."""
-        kernel = cuda_kernel(q.dtype, q.shape[2], torch.cuda.get_device_capability(q.device), windowed=True)
-        return spec.softcap is None and kernel == "flash"
-
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
-        if self._forced is not None and mask is None:
-            return _call(self._forced, q, k, v, spec, causal=causal)
-        capability = torch.cuda.get_device_capability(q.device)
-        kernel = cuda_kernel(q.dtype, q.shape[3], capability, masked=mask is not None)
-        if kernel == "cudnn":
-            return _by_cudnn(q, k, v, spec, causal=causal)
-        return _call(kernel, q, k, v, spec, causal=causal, mask=mask)
-
-
-def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool) -> Partial:
-    """Compute lengths that cuDNN has plans for by cuDNN, and the remaining keys by FlashAttention.
-
-    Rows are padded to such a length. In causal squares keys are padded, too, and no real query sees the padding.
-    """
-    num_queries, num_keys = q.shape[2], k.shape[2]
-    added = -num_queries % _CUDNN_TOKENS
-    cut = num_keys - num_keys % max(_CUDNN_TOKENS, (1 << num_keys.bit_length() - 1) // _CUDNN_LENGTHS)
-    if added > _MAX_PADDING * num_queries or not (cut or causal):
-        return _call("flash", q, k, v, spec, causal=causal)
-    rows, keys, values = (pad(x, (0, 0, 0, added)) if added and (causal or x is q) else x for x in (q, k, v))
-    if not causal:
-        keys, values = keys[:, :, :cut], values[:, :, :cut]
-    out, lse = (x[:, :, :num_queries] for x in _call("cudnn", rows, keys, values, spec, causal=causal))
-    if causal or cut == num_keys:
-        return out, lse
-    merged, lse = merge_each([(out, lse), _call("flash", q, k[:, :, cut:], v[:, :, cut:], spec, causal=False)])
-    return merged.to(q.dtype), lse
-
-
-def _call(
-    kernel: CudaKernel, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None = None
-) -> Partial:
-    """Call a kernel. Only `eager` takes a mask."""
-    operators = torch.ops.aten
-    match kernel:
-        case "cudnn":
-            options = (None, True, 0.0, causal, False)
-            out, lse, *_ = operators._scaled_dot_product_cudnn_attention(  # noqa: SLF001 - public ones hide the lse
-                q.contiguous(), k, v, *options, scale=spec.scale
-            )
-            return out, lse.reshape(q.shape[:3])
-        case "flash":
-            out, lse, *_ = operators._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=spec.scale)  # noqa: SLF001
-            return out, lse
-        case "efficient":
-            of_all = (q, *_for_each_reader(q, k, v), None, True, 0.0, causal)
-            out, lse, *_ = operators._scaled_dot_product_efficient_attention(*of_all, scale=spec.scale)  # noqa: SLF001
-            return out, lse[:, :, : q.shape[2]]  # padded to a multiple of 32
-        case "eager":
-            return _eager(q, k, v, spec, causal=causal, mask=mask)
-
-
-def _for_each_reader(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat KV heads, for kernels that need one per query head."""
-    groups = q.shape[1] // k.shape[1]
-    return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
-
-
 def _split(k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """View `[K, S, D]` as pieces `[n, K, _PIECE, D]`, and the remaining keys as another piece."""
     even = k.shape[1] // _PIECE * _PIECE
@@ -337,7 +224,7 @@ def _split(k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield k[None, :, even:], v[None, :, even:]
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
+def eager(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
     """Compute scores tile by tile, for softcaps, which no fused kernel supports, and for masks on CUDA."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     rows = []

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.attn.backends import Partial, nothing_seen, triton_paged
-from longspan.attn.backends.pytorch import TorchCuda
+from longspan.attn.backends.pytorch_cuda import TorchCuda
 from longspan.attn.backends.triton_paged import MAX_DIM, add_tile, of_scores, padded, scores_of
 from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan
 from longspan.attn.spec import AttnSpec

@@ -17,7 +17,8 @@ from torch.func import functional_call
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import positions
 from longspan.model.adapter import Model
-from longspan.model.sharding import Shard, head_counts
+from longspan.model.shard import Shard
+from longspan.model.sharding import head_counts
 from longspan.model.stages import LayerArguments
 from longspan.model.step import Attend
 from longspan.runtime.batch import Channel

@@ -23,7 +23,8 @@ from longspan.attn.member import MemberParts
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import ALLTOALL, WeightSource
 from longspan.core.splits import HeadShare, cut_evenly, split_heads
-from longspan.model.sharding import Shard, attention_modules
+from longspan.model.shard import Shard
+from longspan.model.sharding import attention_modules, pieces
 from longspan.runtime.batch import Channel
 from longspan.runtime.layerwise.layers import NAME, StepContext, UnshardedWeights, Weights
 from longspan.runtime.step_comm import WEIGHTS
@@ -246,9 +247,9 @@ def share_layouts(shard: Shard, layer: int, shapes: Mapping[str, torch.Size]) ->
     for index in range(shard.size):
         layouts.append({})
         for name, shape in shapes.items():
-            if (pieces := replace(shard, index=index).pieces(f"layers.{layer}.{NAME}.{name}", shape)) is None:
+            if (cut := pieces(replace(shard, index=index), f"layers.{layer}.{NAME}.{name}", shape)) is None:
                 continue
-            dim, ranges = pieces
+            dim, ranges = cut
             stops, start, slices = sent_stops.setdefault(name, [0] * len(ranges)), 0, []
             for kind, own in enumerate(ranges):
                 first = min(len(own), max(0, stops[kind] - own.start))
