@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Ministral3Config, Pr
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from longspan import native
-from longspan.attn.spec import AttnSpec, probe_positions
+from longspan.attn.spec import AttnSpec
+from longspan.attn.spec_reader import probe_positions
 from longspan.model import adapter
 from longspan.model.files import Quantization
 from longspan.model.fused import MAX_ERROR, FusedLayer, Matrix, Product, fuse_head, fuse_layers

@@ -42,7 +42,7 @@ from longspan.model import files, source
 from longspan.model import smollm2 as smollm2_module
 from longspan.model.adapter import Model
 from longspan.model.files import cache_root
-from longspan.model.skeleton import PROBE, check_supported, gather_info
+from longspan.model.probe import PROBE, check_supported, gather_info
 from longspan.model.source import ModelError, prepare, smollm2_folder, smollm2_gguf
 from longspan.model.step import Rows
 from longspan.model.store import build_once

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from longspan import SamplingParams, native
 from longspan.attn.backends.native import NativeCpu
 from longspan.attn.paged import PagedKv, Reads
-from longspan.attn.spec import probe_positions
+from longspan.attn.spec_reader import probe_positions
 from longspan.model.fused import Matrix, Product, Rotary, fuse_head, fuse_layers
 from longspan.model.quantization import quantise
 from longspan.model.step import Attend, SingleTokens

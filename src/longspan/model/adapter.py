@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from longspan.attn.spec import as_output, probe_positions
+from longspan.attn.spec import as_output
 from longspan.model.files import ModelFiles
 from longspan.model.shard import Shard
 from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
@@ -159,7 +159,8 @@ class Model:
         self, layers: Mapping[int, nn.Module], weights: Path, trunk: LayerTrunk, *, whole_steps: bool
     ) -> WholeStep | None:
         """Compute the layers and the head by our own kernels, where these know them, and whole steps if possible."""
-        from longspan.model.fused import fuse_head, fuse_layers  # noqa: PLC0415 - needs our own kernels
+        from longspan.attn.spec_reader import probe_positions  # noqa: PLC0415 - needs our own kernels
+        from longspan.model.fused import fuse_head, fuse_layers  # noqa: PLC0415
         from longspan.model.quantization import map_levels  # noqa: PLC0415
         from longspan.model.whole_step import RotaryTable, whole_step  # noqa: PLC0415
 

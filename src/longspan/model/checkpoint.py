@@ -21,8 +21,9 @@ from transformers.initialization import no_init_weights
 from longspan.model.files import ModelError, Quantization, cache_root, one_line
 from longspan.model.folder import stored_types, weight_files
 from longspan.model.info import ModelInfo
+from longspan.model.probe import PROBE, NoProducts, gather_info
 from longspan.model.quantization import is_quantised, quantise
-from longspan.model.skeleton import PROBE, NoProducts, gather_info, load_config, quiet_transformers
+from longspan.model.skeleton import load_config, quiet_transformers
 from longspan.model.store import DTYPES, GRID, NOTES, NUMBERS, Matrices, WeightForm, named_tensors
 
 _MATRIX = 2

@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from longspan.attn.spec import AttnSpec, rope_dicts
+from longspan.attn.spec import AttnSpec
+from longspan.attn.spec_reader import rope_dicts
 from longspan.model.files import ModelFiles, one_line
 from longspan.model.info import ModelInfo
-from longspan.model.skeleton import PROBE, build_skeleton, decoder_layers, load_config, observe
+from longspan.model.probe import PROBE, observe
+from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
 from longspan.model.stages import PassThrough
 from longspan.model.store import named_tensors
 

@@ -76,7 +76,7 @@ def ensure_weights(config_dir: Path, form: WeightForm) -> Path:
     folder = cache_root() / "weights" / name
     if not folder.is_dir():
         from longspan.model.checkpoint import write_weights  # noqa: PLC0415 - imports transformers' models: seconds
-        from longspan.model.skeleton import check_supported  # noqa: PLC0415
+        from longspan.model.probe import check_supported  # noqa: PLC0415
 
         def build(unfinished: Path) -> None:
             log.info("writing the %s weights of %s to the cache, once", form.quantization or form.dtype, config_dir)

@@ -1,0 +1,60 @@
+"""The share of a model that one rank of tensor parallelism has. `model.sharding` has the rules that cut weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.attn.spec import AttnSpec
+from longspan.core.splits import HeadShare, split_heads
+from longspan.model.files import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The part of a model that one of `size` ranks computes. `specs` describe the whole model."""
+
+    index: int
+    size: int
+    specs: tuple[AttnSpec, ...]
+
+    @property
+    def local_specs(self) -> tuple[AttnSpec, ...]:
+        """The attention of each layer with this rank's heads."""
+        return tuple(spec.of_heads(self.share(spec)) for spec in self.specs)
+
+    def share(self, spec: AttnSpec) -> HeadShare:
+        return split_heads(spec.num_heads, spec.num_kv_heads, self.size)[self.index]
+
+    def cut(self, name: str, weight: Tensor) -> Tensor:
+        """Return this rank's slice of a parameter, a view if it is one piece. Raise ModelError if no rule fits."""
+        if self.size == 1:
+            return weight
+        from longspan.model.sharding import pieces  # noqa: PLC0415 - only with tensor parallelism
+
+        if (cut := pieces(self, name, weight.shape)) is None:
+            return weight
+        dim, ranges = cut
+        if weight.ndim == 1 and not any(ranges):  # a bias that another rank adds to the sum
+            return torch.zeros_like(weight)
+        slices = [weight.narrow(dim, own.start, len(own)) for own in ranges]
+        return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
+
+
+def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> None:
+    """Raise ModelError if `tp` ranks, whose shares `num_sharing` instances split again, leave one without a head."""
+    for spec in specs:
+        for share in split_heads(spec.num_heads, spec.num_kv_heads, tp):
+            if not share.heads:
+                raise ModelError(
+                    f"tp {tp} is too much for layers with {spec.num_heads} query heads and {spec.num_kv_heads} KV "
+                    "heads: some rank would have no head; use a smaller tp and more instances"
+                )
+            if not all(part.heads for part in split_heads(len(share.heads), len(share.kv_heads), num_sharing)):
+                raise ModelError(
+                    f"exchange gather_hidden splits {len(share.heads)} query heads and {len(share.kv_heads)} KV heads "
+                    f"between {num_sharing} instances, and one would have none: use fewer, or another exchange"
+                )
