@@ -22,10 +22,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longspan import SamplingParams
-from longspan.attn import paged
+from longspan.attn import paged_splits
 from longspan.attn.backends import NOWHERE, AttentionBackend, Partial
 from longspan.attn.backends.pytorch import TorchCpu
-from longspan.attn.paged import NumberBuffer, PagedKv, PagedPlan, Reads, on_device
+from longspan.attn.paged import PagedKv, PagedPlan, Reads, on_device
+from longspan.attn.paged_splits import NumberBuffer
 from longspan.attn.spec import AttnSpec
 from longspan.model import graph_step
 from longspan.model.adapter import Model
@@ -254,7 +255,7 @@ def test_only_kernels_that_follow_from_shapes_are_recorded(tiny: Path) -> None:
 
 def compare_steps(folder: Path, record: Record, device: str = "cpu") -> None:
     decodes = Decodes(folder, record, triton_backend(), device)
-    with mock.patch.object(paged, "_SPLIT_TOKENS", 2 * BLOCK_SIZE):
+    with mock.patch.object(paged_splits, "_SPLIT_TOKENS", 2 * BLOCK_SIZE):
         decodes.step(70, 3, 17)
         decodes.step(40, 64, 65, 1, seed=1)
 

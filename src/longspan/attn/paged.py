@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from longspan.attn.paged_splits import PagedSplits
+
 KeysAndValues = tuple[Tensor, Tensor]
 """Two tensors `[kv_heads, tokens, head_dim]`."""
 Numbers = npt.NDArray[np.int64]
-_SPLIT_TOKENS, _MOST_SPLITS = 512, 128
-"""Slots of a split, unless a block has more, and splits of a query. If a query needs more splits, they are larger."""
 _MAX_VIEWS = 8
 """Adjacent blocks are read as one view. If a batch needs more views than this, it is gathered by one copy."""
 
@@ -90,36 +91,19 @@ class PagedPlan:
     @cached_property
     def splits(self) -> PagedSplits:
         """The items for Triton kernels, computed on first use."""
+        from longspan.attn.paged_splits import PagedSplits  # noqa: PLC0415 - only for Triton kernels
+
         return PagedSplits(*on_device([torch.from_numpy(array) for array in self.split_items()], self._kv.keys.device))
 
     def split_items(self) -> tuple[Numbers, ...]:
         """Split the items of each query. Return the arrays of `PagedSplits`."""
-        return _split(self.items, self._kv.block_size)
+        from longspan.attn.paged_splits import split  # noqa: PLC0415 - only for Triton kernels
+
+        return split(self.items, self._kv.block_size)
 
     @cached_property
     def batch(self) -> PagedBatch:
         return PagedBatch(self.items, self._kv)
-
-
-class PagedSplits(NamedTuple):
-    """The items in splits of adjacent items of one query, for kernels that compute splits in parallel.
-
-    The splits of a query depend only on the query. All arrays are int64. There may be additional splits without items.
-
-    Attributes:
-        blocks, low, high: of each item, as in `PagedItems`.
-        owner: the query of each split.
-        first, last: the items `[first, last)` of each split.
-        of_query: query t has the splits `[of_query[t], of_query[t + 1])`.
-    """
-
-    blocks: Tensor
-    low: Tensor
-    high: Tensor
-    owner: Tensor
-    first: Tensor
-    last: Tensor
-    of_query: Tensor
 
 
 class PagedBatch:
@@ -174,51 +158,15 @@ class PagedEdges:
         return zeros.masked_fill_(self.hidden, -torch.inf)[:, None, None]
 
 
-class NumberBuffer:
-    """Arrays of int64 with fixed addresses on a device, which one asynchronous copy fills.
-
-    Attributes:
-        arrays: the arrays. Each begins at a multiple of 16 bytes, since Triton compiles for the alignment of arguments.
-    """
-
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        *starts, total = itertools.accumulate((size + size % 2 for size in sizes), initial=0)
-        self._numbers = torch.empty(total, dtype=torch.int64, device=device)
-        self._places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        self.arrays = tuple(self._numbers[place] for place in self._places)
-
-    def fill(self, arrays: Iterable[Numbers], padding: Iterable[int] = itertools.repeat(0)) -> None:
-        """Fill each array from its start, and the rest of it with padding.
-
-        The copy reads a buffer of its own, which no later call reuses.
-        """
-        staged = torch.empty(len(self._numbers), dtype=torch.int64, pin_memory=self._numbers.is_cuda)
-        numbers = staged.numpy()
-        for place, array, number in zip(self._places, arrays, padding, strict=False):
-            end = place.start + len(array)
-            assert end <= place.stop, "the array is large enough"
-            numbers[place.start : end], numbers[end : place.stop] = array, number
-        self._numbers.copy_(staged, non_blocking=True)
-
-
 def on_device(arrays: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     """Copy arrays of int64 to a device by one asynchronous copy. Return them unchanged if they are there already."""
     if all(array.device.type == device.type for array in arrays):
         return arrays
+    from longspan.attn.paged_splits import NumberBuffer  # noqa: PLC0415 - not on CPUs
+
     buffer = NumberBuffer([len(array) for array in arrays], device)
     buffer.fill([array.numpy() for array in arrays])
     return buffer.arrays
-
-
-def _split(items: PagedItems, block_size: int) -> tuple[Numbers, ...]:
-    num_items = np.diff(items.first)
-    per_split = np.maximum(max(1, _SPLIT_TOKENS // block_size), -(-num_items // _MOST_SPLITS))
-    counts = -(-num_items // per_split)
-    of_query = np.concatenate(([0], np.cumsum(counts)))
-    owner = np.repeat(np.arange(len(counts)), counts)
-    first = items.first[owner] + (np.arange(len(owner)) - of_query[owner]) * per_split[owner]
-    last = np.minimum(first + per_split[owner], items.first[owner + 1])
-    return items.blocks, items.low, items.high, owner, first, last, of_query
 
 
 def _items(reads: Sequence[Reads], size: int) -> PagedItems:

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longspan.attn.backends import NOWHERE, AttentionBackend
-from longspan.attn.paged import NumberBuffer, PagedKv, PagedPlan, PagedSplits
+from longspan.attn.paged import PagedKv, PagedPlan
+from longspan.attn.paged_splits import NumberBuffer, PagedSplits
 from longspan.attn.spec import AttnSpec
 from longspan.model.step import Attend, SingleTokens
 
