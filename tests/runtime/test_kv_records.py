@@ -41,9 +41,9 @@ def record_of(state_bytes: int) -> KvRecord:
     return KvRecord(
         layers=(
             LayerRecord(num_heads=6, num_kv_heads=3, key_bytes=6 * TOKEN, value_bytes=10 * TOKEN),
-            LayerRecord(num_heads=6, num_kv_heads=3, state_bytes=state_bytes, state_every=2),
+            LayerRecord(num_heads=6, num_kv_heads=3, state_bytes=state_bytes),
             LayerRecord(num_heads=6, num_kv_heads=1, key_bytes=9 * TOKEN),
-            LayerRecord(num_heads=6, num_kv_heads=3, key_bytes=8, value_bytes=24, state_bytes=16, state_every=3),
+            LayerRecord(num_heads=6, num_kv_heads=3, key_bytes=8, value_bytes=24, state_bytes=16),
         )
     )
 

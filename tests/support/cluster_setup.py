@@ -158,7 +158,8 @@ class UnevenCost:
 def rank_requests() -> RankRequests:
     """Return the requests of a rank without a device."""
     files: Any = None  # no request has a grammar
-    return RankRequests(files, torch.device("cpu"), vocab_size=VOCAB)
+    info: Any = None
+    return RankRequests(files, info, torch.device("cpu"))
 
 
 def invented_token(request: Request, position: int, eos: tuple[int, ...]) -> int:

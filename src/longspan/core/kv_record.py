@@ -27,8 +27,6 @@ class LayerRecord:
     Attributes:
         num_heads, num_kv_heads: split over tensor-parallel shards by `split_heads`.
         key_bytes, value_bytes, state_bytes: per block and KV head; 0 if the layer has no such field.
-        state_every: a state is written for every N-th block of a request. Each block has space for a state, since
-            blocks of a pool are interchangeable. A larger N saves time and shortens hits.
     """
 
     num_heads: int
@@ -36,11 +34,9 @@ class LayerRecord:
     key_bytes: int = 0
     value_bytes: int = 0
     state_bytes: int = 0
-    state_every: int = 1
 
     def __post_init__(self) -> None:
         assert self.fields, "a layer stores something"
-        assert self.state_every > 0, "every N-th block has a state"
 
     @cached_property
     def fields(self) -> dict[Field, int]:

@@ -31,6 +31,7 @@ from longspan.runtime.sampling import Draw
 
 if TYPE_CHECKING:
     from longspan.model.files import ModelFiles
+    from longspan.model.info import ModelInfo
     from longspan.runtime.grammar import GrammarMatcher, Vocabulary
     from longspan.runtime.host_pool import HostPool
     from longspan.runtime.logit_changes import TokenCounts
@@ -381,20 +382,11 @@ class RankRequests:
     """The requests of one rank by id. Only ranks that sample count tokens for penalties and grammars.
 
     Args:
-        files: of the model. The first grammar reads its tokenizer.
+        files, info: of the model. The first grammar reads its tokenizer.
     """
 
-    def __init__(
-        self,
-        files: ModelFiles,
-        device: torch.device,
-        *,
-        vocab_size: int,
-        eos_token_ids: Sequence[int] = (),
-        samples: bool = True,
-    ) -> None:
-        self._files, self._device, self._samples = files, device, samples
-        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
+    def __init__(self, files: ModelFiles, info: ModelInfo, device: torch.device, *, samples: bool = True) -> None:
+        self._files, self._info, self._device, self._samples = files, info, device, samples
         self._requests: dict[int, RankRequest] = {}
 
     def __getitem__(self, request_id: int) -> RankRequest:
@@ -416,7 +408,7 @@ class RankRequests:
     def _count_tokens(self, sampling: Sampling) -> TokenCounts:
         from longspan.runtime.logit_changes import TokenCounts  # noqa: PLC0415 - only with penalties
 
-        return TokenCounts(self._vocab_size, sampling.prompt, self._device)
+        return TokenCounts(self._info.vocab_size, sampling.prompt, self._device)
 
     def _match(self, sampling: Sampling) -> GrammarMatcher:
         from longspan.runtime.grammar import GrammarMatcher  # noqa: PLC0415 - only for structured outputs
@@ -427,7 +419,7 @@ class RankRequests:
     def _vocabulary(self) -> Vocabulary:
         from longspan.runtime.grammar import Vocabulary  # noqa: PLC0415 - only for structured outputs
 
-        return Vocabulary(self._files, size=self._vocab_size, eos_token_ids=self._eos_token_ids)
+        return Vocabulary(self._files, size=self._info.vocab_size, eos_token_ids=self._info.eos_token_ids)
 
     def learn(self, request_ids: Sequence[int], tokens: Sequence[int]) -> None:
         """Record tokens sampled by another rank. Ignores requests that were forgotten."""

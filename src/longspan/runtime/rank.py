@@ -6,9 +6,12 @@ its shares of the model stay too, since they are views of the mapped weights.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 import zmq
 
@@ -21,7 +24,7 @@ from longspan.runtime import messages
 from longspan.runtime.block_records import BlockRecords, kv_record
 from longspan.runtime.pool import KvMemory, KvPool
 from longspan.runtime.timing import Stopwatch
-from longspan.runtime.worker import Inbox, Transports, Worker, send_report
+from longspan.runtime.worker import Transports, Worker, send_report
 
 if TYPE_CHECKING:
     from longspan.model.graph_step import Recording
@@ -70,42 +73,51 @@ class Rank:
         """Execute commands until Stop. Return True if no KV was in flight then."""
         inbox = Inbox(commands)
         send_report(reports, messages.Ready(rank=self._rank))
-        while (command := self._serve(inbox, reports)) is not None:
-            if isinstance(command, messages.Measure):
-                send_report(reports, messages.Measured(self._rank, self._memory()))
-                continue
-            self.close()
-            self._worker = None  # frees its share: a device has memory for one share
-            self._worker, copied_bytes = self._take_place(command.cluster)
-            copied: BytesSent = {("weights_copy", "same_host"): copied_bytes}
-            send_report(reports, messages.Regrouped(rank=self._rank, number=command.number, bytes_sent=copied))
-        return self._worker is None or self._worker.is_idle
+        while True:
+            worker = self._worker
+            with self._watch.during("controller"):
+                new = inbox.receive(None if worker is None else worker.wakeup)
+            if worker is not None:
+                worker.prepare(new)
+                for report in worker.arrived():
+                    send_report(reports, report)
+            match inbox.next():
+                case messages.Stop():
+                    if worker is not None:
+                        worker.settle(sends=False)
+                    return worker is None or worker.is_idle
+                case messages.Measure() | messages.RunReshard() as command:
+                    if worker is not None:
+                        worker.settle(sends=True)
+                    del worker  # a device has memory for one share of the model
+                    if isinstance(command, messages.Measure):
+                        send_report(reports, self._measure())
+                    else:
+                        send_report(reports, self._regroup(command))
+                case messages.RunForward() | messages.RunMoves() | messages.RunFree() as command if worker is not None:
+                    for report in worker.execute(command):
+                        send_report(reports, report)
+
+    def _regroup(self, command: messages.RunReshard) -> messages.Regrouped:
+        """Take the place in another cluster."""
+        self.close()
+        self._worker = None  # frees its share: a device has memory for one share
+        self._worker, copied_bytes = self._take_place(command.cluster)
+        copied: BytesSent = {("weights_copy", "same_host"): copied_bytes}
+        return messages.Regrouped(rank=self._rank, number=command.number, bytes_sent=copied)
 
     def close(self) -> None:
         """Close its worker, see `Worker.close`."""
         if self._worker is not None:
             self._worker.close()
 
-    def _memory(self) -> messages.RankMemory:
+    def _measure(self) -> messages.Measured:
         from longspan.runtime.device_memory import measured  # noqa: PLC0415 - only on CUDA devices
 
         assert self._probe is not None, "Measure needs a probe"
         weight_bytes = sum(model.weight_bytes for model in self._models.values())
-        return measured(self._probe, pool_bytes=self._kv_memory.num_bytes, weight_bytes=weight_bytes)
-
-    def _serve(self, inbox: Inbox, reports: zmq.Socket[bytes]) -> messages.RunReshard | messages.Measure | None:
-        """Execute steps until another command, and return it. A spare rank only waits for the command."""
-        if self._worker is not None:
-            inbox.watch(self._worker.wakeup)
-            return self._worker.serve(inbox, reports)
-        inbox.watch(None)
-        while True:
-            inbox.receive()
-            match inbox.next():
-                case messages.RunReshard() | messages.Measure() as command:
-                    return command
-                case messages.Stop():
-                    return None
+        memory = measured(self._probe, pool_bytes=self._kv_memory.num_bytes, weight_bytes=weight_bytes)
+        return messages.Measured(self._rank, memory)
 
     def _take_place(self, cluster: Cluster) -> tuple[Worker | None, int]:
         """Connect and load this rank for a cluster. Return its worker (None if spare) and the copied weight bytes."""
@@ -187,6 +199,32 @@ class Rank:
         )
         self._watch.watch_linear(model.module)
         return model, model.copied_bytes
+
+
+class Inbox:
+    """The queue of received commands. `receive` shows them on arrival, `next` removes them in order."""
+
+    def __init__(self, commands: zmq.Socket[bytes]) -> None:
+        self._commands = commands
+        self._decoder = msgspec.msgpack.Decoder(messages.Command)
+        self._waiting: deque[messages.Command] = deque()
+
+    def receive(self, wakeup: int | None) -> list[messages.Command]:
+        """Return newly arrived commands. If the queue is empty, wait for a command or the file descriptor `wakeup`."""
+        poller = zmq.Poller()
+        for source in (self._commands, wakeup):
+            if source is not None:
+                poller.register(source, zmq.POLLIN)
+        poller.poll(0 if self._waiting else None)
+        new = []
+        with suppress(zmq.Again):
+            while True:
+                new.append(self._decoder.decode(self._commands.recv(zmq.NOBLOCK)))
+        self._waiting.extend(new)
+        return new
+
+    def next(self) -> messages.Command | None:
+        return self._waiting.popleft() if self._waiting else None
 
 
 def recording_of(backend: AttentionBackend, device: torch.device) -> Recording | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import isnan
 from typing import TYPE_CHECKING
@@ -94,8 +93,7 @@ class Worker:
         self._device, self._dtype = model.module.device, model.module.dtype
         self._backend = backend
         self._layerwise: Layerwise | None = None
-        vocabulary = {"vocab_size": model.info.vocab_size, "eos_token_ids": model.info.eos_token_ids}
-        self._requests = RankRequests(files, self._device, samples=self._is_last, **vocabulary)
+        self._requests = RankRequests(files, model.info, self._device, samples=self._is_last)
         self._sends = deque[Pending]()  # messages to other stages, oldest first
         self._unread = deque[tuple[tuple[int, ...], Message, Pending]]()  # samples of the last stage, oldest first
         self._watch = watch
@@ -116,34 +114,28 @@ class Worker:
         """A file descriptor that becomes readable when KV moves may have reports. None without moves."""
         return None if self._moves is None else self._moves.wakeup
 
-    def serve(self, inbox: Inbox, reports: zmq.Socket[bytes]) -> messages.RunReshard | messages.Measure | None:
-        """Execute steps until another command, and return it, or None for Stop."""
-        own_moves = self._moves
-        while True:
-            with self._watch.during("controller"):
-                new = inbox.receive()
-            self._prepare(new)
-            for report in () if own_moves is None else own_moves.take_arrived():
-                send_report(reports, report)
-            match inbox.next():
-                case messages.RunForward(step):
-                    send_report(reports, self.run(step))
-                case messages.RunMoves(moves):
-                    assert own_moves is not None, "a cluster with one pool moves no KV"
-                    for report in own_moves.send(moves):
-                        send_report(reports, report)
-                case messages.RunFree(step):
-                    self._requests.forget(step.request_ids)
-                case messages.RunReshard() | messages.Measure() as command:
-                    self._read_samples(len(self._unread))
-                    while self._sends:
-                        self._sends.popleft().wait()
-                    return command
-                case messages.Stop():
-                    self._read_samples(len(self._unread))
-                    return None
+    def execute(self, command: messages.RunForward | messages.RunMoves | messages.RunFree) -> Iterator[messages.Report]:
+        """Execute a step, and yield its reports."""
+        match command:
+            case messages.RunForward(step):
+                yield self.run(step)
+            case messages.RunMoves(moves):
+                assert self._moves is not None, "a cluster with one pool moves no KV"
+                yield from self._moves.send(moves)
+            case messages.RunFree(step):
+                self._requests.forget(step.request_ids)
 
-    def _prepare(self, commands: Sequence[messages.Command]) -> None:
+    def arrived(self) -> Sequence[messages.Report]:
+        """Return the reports of moves that have completed."""
+        return () if self._moves is None else self._moves.take_arrived()
+
+    def settle(self, *, sends: bool) -> None:
+        """Read all samples of the last stage. `sends`: wait until all messages to other stages have left, too."""
+        self._read_samples(len(self._unread))
+        while sends and self._sends:
+            self._sends.popleft().wait()
+
+    def prepare(self, commands: Sequence[messages.Command]) -> None:
         """Start receives and clear blocks as soon as commands arrive. No step in flight uses these blocks.
 
         Both follow the order of the commands, since a move may fill a block that was cleared before.
@@ -371,36 +363,6 @@ def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequ
         return {}
     logprobs = token_logprobs(logits[list(num_top)], [tokens[row] for row in num_top], list(num_top.values()))
     return dict(zip(num_top, logprobs, strict=True))
-
-
-class Inbox:
-    """The queue of received commands. `receive` shows them on arrival, `next` removes them in order."""
-
-    def __init__(self, commands: zmq.Socket[bytes]) -> None:
-        self._commands = commands
-        self._decoder = msgspec.msgpack.Decoder(messages.Command)
-        self._waiting: deque[messages.Command] = deque()
-        self.watch(None)
-
-    def watch(self, wakeup: int | None) -> None:
-        """Let the file descriptor `wakeup` also end the wait of `receive`."""
-        self._poller = zmq.Poller()
-        for source in (self._commands, wakeup):
-            if source is not None:
-                self._poller.register(source, zmq.POLLIN)
-
-    def receive(self) -> list[messages.Command]:
-        """Return newly arrived commands. Waits for a command or the wakeup if the queue is empty."""
-        self._poller.poll(0 if self._waiting else None)
-        new = []
-        with suppress(zmq.Again):
-            while True:
-                new.append(self._decoder.decode(self._commands.recv(zmq.NOBLOCK)))
-        self._waiting.extend(new)
-        return new
-
-    def next(self) -> messages.Command | None:
-        return self._waiting.popleft() if self._waiting else None
 
 
 def send_report(reports: zmq.Socket[bytes], report: messages.Report) -> None:
