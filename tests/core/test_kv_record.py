@@ -23,7 +23,6 @@ def layers(draw: st.DrawFn) -> LayerRecord:
         key_bytes=sizes[0],
         value_bytes=sizes[1],
         state_bytes=sizes[2],
-        state_every=draw(st.integers(1, 4)),
     )
 
 
