@@ -126,7 +126,7 @@ def test_residencies_follow_each_other(policy: str, roles: Roles | None) -> None
     while cluster.engine.has_unfinished:
         cluster.step()
         for request in cluster.requests:
-            now = type(request.residency).__name__
+            now = request.residency.name
             assert now == before[request.id] or now in ALLOWED[before[request.id]], (before[request.id], now)
             before[request.id] = now
             seen.add(now)

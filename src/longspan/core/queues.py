@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from longspan.core.blocks import coupled_instances
 from longspan.core.cluster import Cluster
-from longspan.core.kv.residency import Loading
 from longspan.core.request import Request
 from longspan.core.steps import Completion, Forward
 from longspan.core.view import Admitted
@@ -205,8 +204,8 @@ _Demand = tuple[tuple[int, ...], int, tuple[int, ...], int]
 def _demand_of(request: Request) -> _Demand:
     num_tokens, group, kv_owners = request.num_tokens, request.group, request.kv_owners
     missing = request.blocks_for(num_tokens) - len(request.table)
-    residency = request.residency
-    num_ready = residency.num_tokens if isinstance(residency, Loading) else request.num_computed
+    num_loading = request.residency.num_loading
+    num_ready = request.num_computed if num_loading is None else num_loading
     return group, -(-(request.num_known - num_ready) // len(group)), kv_owners, -(-missing // len(kv_owners))
 
 

@@ -39,12 +39,13 @@ class Load:
 
     @classmethod
     def of(cls, queues: Queues, kv: KvManager, cluster: Cluster, now_s: float) -> Load:
-        waiting, hosts, disks = queues.waiting.runnable(), kv.usage(cluster.host_pools), kv.usage(cluster.disk_pools)
+        waiting, usage = queues.waiting.runnable(), kv.account.usage
+        hosts, disks = usage(cluster.host_pools), usage(cluster.disk_pools)
         return cls(
             num_running=len(queues.running),
             num_waiting=len(waiting),
             num_waiting_tokens=sum(request.num_known for request in waiting),
-            used_blocks=[kv.usage((instance,)).num_used for instance in cluster.instances],
+            used_blocks=[usage((instance,)).num_used for instance in cluster.instances],
             host_blocks=hosts.num_used + hosts.num_cached,
             disk_blocks=disks.num_used + disks.num_cached,
             busy_s=queues.occupancy.busy_s(now_s),

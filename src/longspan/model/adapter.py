@@ -22,7 +22,7 @@ from longspan.model.shard import Shard
 from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
 from longspan.model.step import Attend, CurrentStep, Reduce, StepState
 from longspan.model.store import DTYPES, StoredTensors
-from longspan.model.trunk import LayerTrunk, SingleTokenTrunk, Trunk
+from longspan.model.trunk import LayerTrunk, SingleTokenTrunk
 
 if TYPE_CHECKING:
     from longspan.model.fused import Rotary
@@ -106,7 +106,7 @@ class Model:
             from longspan.model.graph_step import GraphStep  # noqa: PLC0415 - CUDA devices alone
 
             step = GraphStep(layer_trunk.all_logits, self.specs, recording, device)
-        self.trunk: Trunk = layer_trunk if step is None else SingleTokenTrunk(step, layer_trunk)
+        self.trunk = layer_trunk if step is None else SingleTokenTrunk(step, layer_trunk)
 
     @torch.no_grad()
     def rotary(self, positions: Tensor, rope_lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ class Model:
         return sum(tensor.nbytes for tensor in (*self.module.parameters(), *self.module.buffers()))
 
     def summed_by(self, reduce: Reduce) -> AbstractContextManager[None]:
-        """Sum partial results by `reduce` in calls of single modules inside the block, as `Trunk.run` does."""
+        """Sum partial results by `reduce` in calls of single modules inside the block, as `LayerTrunk.run` does."""
         return self._current.during(StepState(reduce=reduce))
 
     def _fuse(

@@ -57,8 +57,8 @@ class SingleTokens:
 class StepState:
     """The state of one call of a model's modules.
 
-    The arguments are those of `Trunk.run`, on the device. Hooks set the results: `base_output` of the module below the
-    head, or `passed`, the hidden states `[1, tokens, width]` for the next stage.
+    The arguments are those of `LayerTrunk.run`, on the device. Hooks set the results: `base_output` of the module below
+    the head, or `passed`, the hidden states `[1, tokens, width]` for the next stage.
     """
 
     rope_lengths: Tensor | None = None

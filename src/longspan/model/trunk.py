@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,23 +46,6 @@ class Output:
         return self.head(torch.tensor(indices, device=self.result.device))
 
 
-class Trunk(Protocol):
-    """Computes the layers of a rank, and the head if it has the last layer."""
-
-    def run(self, rows: Rows, attend: Attend, *, hidden: Tensor | None = None, reduce: Reduce | None = None) -> Output:
-        """Compute one step.
-
-        Args:
-            attend: is called once per layer, in order, with q, k and v after RoPE. They may be strided views, and
-                `attend` may keep them.
-            hidden: the hidden states from the stage before, `[1, tokens, width]`; None for the first stage.
-            reduce: sums partial results over the ranks of tensor parallelism, which all call it in the same order.
-        """
-
-    def release_pool(self) -> None:
-        """Release the KV pool that the latest step read in place."""
-
-
 class LayerTrunk:
     """Calls the model of transformers, layer by layer: the plain forward, or the forward with fused layers."""
 
@@ -73,6 +56,14 @@ class LayerTrunk:
 
     @torch.no_grad()
     def run(self, rows: Rows, attend: Attend, *, hidden: Tensor | None = None, reduce: Reduce | None = None) -> Output:
+        """Compute one step: the layers of a rank, and the head if it has the last layer.
+
+        Args:
+            attend: is called once per layer, in order, with q, k and v after RoPE. They may be strided views, and
+                `attend` may keep them.
+            hidden: the hidden states from the stage before, `[1, tokens, width]`; None for the first stage.
+            reduce: sums partial results over the ranks of tensor parallelism, which all call it in the same order.
+        """
         stage, module = self._stage, self._module
         assert rows.tokens.shape == rows.positions.shape and rows.tokens.numel() > 0, rows
         assert (hidden is None) == (stage is None or stage.is_first), "all stages but the first continue another"
@@ -115,11 +106,12 @@ class LayerTrunk:
 class SingleTokenTrunk:
     """Computes steps of single tokens by `step`, where that is possible, and all other steps by `layers`."""
 
-    def __init__(self, step: WholeStep | GraphStep, layers: Trunk) -> None:
+    def __init__(self, step: WholeStep | GraphStep, layers: LayerTrunk) -> None:
         self.step, self._layers = step, layers
 
     @torch.no_grad()
     def run(self, rows: Rows, attend: Attend, *, hidden: Tensor | None = None, reduce: Reduce | None = None) -> Output:
+        """Compute one step, see `LayerTrunk.run`."""
         single: SingleTokens | None = attend.single_tokens() if hasattr(attend, "single_tokens") else None
         if single is not None:
             assert len(rows.keep) == len(rows.tokens), "such a step samples after every token"
@@ -129,6 +121,7 @@ class SingleTokenTrunk:
         return self._layers.run(rows, attend, hidden=hidden, reduce=reduce)
 
     def release_pool(self) -> None:
+        """Release the KV pool that the latest step read in place."""
         self.step.release_pool()
 
 

@@ -12,7 +12,7 @@ from itertools import chain
 
 from longspan.core.blocks import BlockRef
 from longspan.core.kv.manager import KvManager
-from longspan.core.kv.residency import Loading, residency_of
+from longspan.core.kv.residency import residency_of
 from longspan.core.request import Request
 
 _log = logging.getLogger("longspan")
@@ -102,7 +102,7 @@ def _residencies(kv: KvManager, requests: list[Request]) -> Iterator[str]:
     for request in requests:
         if request.residency != (derived := residency_of(request, kv.swaps)):
             yield f"request {request.id} is {request.residency} instead of {derived}"
-        if isinstance(request.residency, Loading) and not kv.is_copying:
+        if request.residency.num_loading is not None and not kv.is_copying:
             yield f"request {request.id} loads, but no copy is in flight"
 
 

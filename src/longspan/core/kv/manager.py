@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from longspan.core.blocks import BlockRef, Target
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
-from longspan.core.kv.counts import PoolUsage, TierCounts
+from longspan.core.kv.counts import TierCounts
 from longspan.core.kv.pool import BlockPool
 from longspan.core.kv.residency import residency_of
 from longspan.core.queues import Queues
@@ -91,9 +91,6 @@ class KvManager:
 
     def pool(self, number: int) -> BlockPool:
         return self.account.pool(number)
-
-    def usage(self, pools: Iterable[int]) -> PoolUsage:
-        return self.account.usage(pools)
 
     # ---------------------------------------------------------------- KV in flight
 

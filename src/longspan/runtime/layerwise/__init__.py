@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,16 +27,8 @@ from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
 
 if TYPE_CHECKING:
-    from longspan.runtime.layerwise.unsharded_alltoall import HostWeights
-
-
-class LayerwiseExchange(Protocol):
-    """The channels of one step with one kind of layerwise exchange. All ranks of a group make the same calls."""
-
-    def begin(self, layer: int) -> None: ...
-
-    def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
-        """Return the output `[tokens, hidden]` of a layer's attention for this instance's tokens of a channel."""
+    from longspan.runtime.layerwise.gather_hidden import HiddenLayers
+    from longspan.runtime.layerwise.unsharded_alltoall import HostWeights, UnshardedLayers
 
 
 LAYERWISE = {
@@ -45,15 +37,13 @@ LAYERWISE = {
     ALLTOALL.kind: ("unsharded_alltoall", "UnshardedLayers"),
 }
 """The registry of layerwise exchanges: by kind, the module and its class. Add an exchange here, and its traits in
-`core/exchange.py`. The first step that needs a module imports it."""
+`core/exchange.py`. The first step that needs a module imports it. All ranks of a group make the same calls."""
 
 
 @cache
-def _layerwise(kind: str) -> Callable[[StepContext, Sequence[Channel]], LayerwiseExchange]:
+def _layerwise(kind: str) -> Callable[[StepContext, Sequence[Channel]], HiddenLayers | UnshardedLayers]:
     module, name = LAYERWISE[kind]
-    make: Callable[[StepContext, Sequence[Channel]], LayerwiseExchange]
-    make = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    return make
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)  # type: ignore[no-any-return]
 
 
 class Layerwise:

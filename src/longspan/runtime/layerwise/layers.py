@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
 
+if TYPE_CHECKING:
+    from longspan.runtime.layerwise.unsharded_alltoall import HostWeights
+
 Arguments = Mapping[str, Any]
 """The arguments that a layer passes to its attention, by name."""
 Weights = Mapping[str, Tensor]
@@ -33,16 +36,6 @@ Weights = Mapping[str, Tensor]
 
 NAME = "self_attn"
 """The name of attention in the paths of its parameters. Sharding rules use these paths."""
-
-
-class UnshardedWeights(Protocol):
-    """Prefetches the weights of one layer after another: `take(layer)`, then `start(layer + 1)`."""
-
-    def start(self, layer: int) -> None:
-        """Start to fetch a layer. The previous layer may still be in computation, all earlier layers are complete."""
-
-    def take(self, layer: int) -> Weights:
-        """Return a layer's weights. They are valid for later computation, until `start(layer + 2)`."""
 
 
 class HookedAttention:
@@ -111,7 +104,7 @@ class StepContext:
 
     model: Model
     layers: Mapping[int, HookedAttention]
-    host_weights: Callable[[], UnshardedWeights]
+    host_weights: Callable[[], HostWeights]
     comm: StepComm
     pool: KvPool
     watch: Stopwatch

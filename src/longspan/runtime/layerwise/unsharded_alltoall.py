@@ -26,7 +26,7 @@ from longspan.core.splits import HeadShare, cut_evenly, split_heads
 from longspan.model.shard import Shard
 from longspan.model.sharding import attention_modules, pieces
 from longspan.runtime.batch import Channel
-from longspan.runtime.layerwise.layers import NAME, StepContext, UnshardedWeights, Weights
+from longspan.runtime.layerwise.layers import NAME, StepContext, Weights
 from longspan.runtime.step_comm import WEIGHTS
 
 
@@ -88,7 +88,7 @@ class UnshardedLayers:
             output = context.layers[layer].compute_with(weights, spec, own_hidden, arguments, attend)
         return inside.gather(output)
 
-    def _fetch(self, source: WeightSource | None) -> UnshardedWeights:
+    def _fetch(self, source: WeightSource | None) -> HostWeights | PeerWeights:
         context = self._context
         if source == "host":
             return context.host_weights()
@@ -179,7 +179,10 @@ class HostWeights:
         self._buffers: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
 
     def start(self, layer: int) -> None:
-        """Start to copy a layer to a CUDA device, from pinned memory. Does nothing on CPUs."""
+        """Start to copy a layer to a CUDA device, from pinned memory. Does nothing on CPUs.
+
+        The previous layer may still be in computation, all earlier layers are complete.
+        """
         if self._stream is None:
             return
         if layer not in self._layers:
@@ -193,7 +196,10 @@ class HostWeights:
                 buffer[name].copy_(weight, non_blocking=True)
 
     def take(self, layer: int) -> Weights:
-        """Return a layer's weights: views on CPUs, else copies for which later work on the current stream waits."""
+        """Return a layer's weights: views on CPUs, else copies for which later work on the current stream waits.
+
+        They are valid for later computation, until `start(layer + 2)`.
+        """
         if self._stream is None:
             if layer not in self._layers:
                 self._layers[layer] = self._stored(layer)
