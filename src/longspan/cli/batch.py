@@ -264,7 +264,7 @@ def occupancy(engine: Engine) -> list[str]:
     cluster = engine.config.cluster
     parts = {"KV": (sum(engine.load().used_blocks), sum(cluster.num_blocks))}
     if cluster.host_blocks:
-        parts["host"] = (engine.kv.usage(cluster.host_pools).num_used, sum(cluster.host_blocks))
+        parts["host"] = (engine.kv.account.usage(cluster.host_pools).num_used, sum(cluster.host_blocks))
     phase = [engine.phase] if engine.phase else []
     return phase + [f"{name} {used / total:.0%}" for name, (used, total) in parts.items()]
 

@@ -228,7 +228,7 @@ class Timeline:
             return
         held, cached = {}, {}
         for role, instances in roles_of(engine.config.cluster).items():
-            usage = engine.kv.usage(instances)
+            usage = engine.kv.account.usage(instances)
             held[role] = usage.num_used / usage.num_blocks
             cached[role] = usage.num_cached / usage.num_blocks
         self.moments.append(Moment(at_s, engine.num_waiting, held, cached))
