@@ -26,7 +26,7 @@ from unseen_slots import with_nan_in_unseen_slots
 
 from longspan.attn import backends
 from longspan.attn.backends import NOWHERE, backend_of, nothing_seen
-from longspan.attn.backends.pytorch import TorchBackend, TorchCpu
+from longspan.attn.backends.pytorch import AttentionBackend, TorchCpu
 from longspan.attn.backends.pytorch_cuda import TorchCuda
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.paged import PagedKv, Reads
@@ -155,7 +155,7 @@ def compare_window(spec: AttnSpec, q_run: Positions, k_run: Positions, dtype: to
     with (
         mock.patch.object(TorchCuda, "_kernel", TorchCpu._kernel),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(7, 5)),
-        mock.patch.object(TorchBackend, "_band", side_effect=AssertionError("tiles with masks")),
+        mock.patch.object(AttentionBackend, "_band", side_effect=AssertionError("tiles with masks")),
     ):
         out, lse = _triton().attend(q, k, v, relation, spec)
     assert out.dtype == dtype and lse.dtype == torch.float32

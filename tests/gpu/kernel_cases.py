@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from test_triton import compare_gather, compare_paged, compare_store, reads_of
 
-from longspan.attn.backends import AttentionBackend, backend_of
+from longspan.attn.backends import backend_of
+from longspan.attn.backends.pytorch import AttentionBackend
 from longspan.attn.backends.pytorch_cuda import TorchCuda
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.spec import AttnSpec

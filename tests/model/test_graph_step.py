@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longspan import SamplingParams
 from longspan.attn import paged_splits
-from longspan.attn.backends import NOWHERE, AttentionBackend, Partial
-from longspan.attn.backends.pytorch import TorchCpu
+from longspan.attn.backends import NOWHERE, Partial
+from longspan.attn.backends.pytorch import AttentionBackend, TorchCpu
 from longspan.attn.paged import PagedKv, PagedPlan, Reads, on_device
 from longspan.attn.paged_splits import NumberBuffer
 from longspan.attn.spec import AttnSpec

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from longspan.attn.backends import AttentionBackend
 from longspan.attn.member import PartRuns, attend_runs, split_runs
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, SpanShards, coalesce, num_tokens, stretch
 
 if TYPE_CHECKING:
+    from longspan.attn.backends.pytorch import AttentionBackend
     from longspan.attn.comm import Message
     from longspan.attn.exchanges import Call
 

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import AttentionBackend, Partial, merge_each
+from longspan.attn.backends import Partial, merge_each
 from longspan.attn.member import MemberPart, MemberParts, QueryBatch, attend_runs, num_before
 from longspan.attn.paged import KeysAndValues, PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run
+
+if TYPE_CHECKING:
+    from longspan.attn.backends.pytorch import AttentionBackend
 
 PIECE_TOKENS = 8192
 """Keys that are copied at once. The device has memory for two such pieces."""

@@ -8,16 +8,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import AttentionBackend, Partial, merge_each, nothing_seen
+from longspan.attn.backends import Partial, merge_each, nothing_seen
 from longspan.attn.comm import Message
 from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Relation, Run, SpanShards, clip, num_tokens, relate
+
+if TYPE_CHECKING:
+    from longspan.attn.backends.pytorch import AttentionBackend
 
 Value = TypeVar("Value")
 PartRuns = Sequence[tuple[Run, ...]]

@@ -11,18 +11,21 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longspan.attn.backends import NOWHERE, AttentionBackend
+from longspan.attn.backends import NOWHERE
 from longspan.attn.paged import PagedKv, PagedPlan
 from longspan.attn.paged_splits import NumberBuffer, PagedSplits
 from longspan.attn.spec import AttnSpec
 from longspan.model.step import Attend, SingleTokens
+
+if TYPE_CHECKING:
+    from longspan.attn.backends.pytorch import AttentionBackend
 
 _log = logging.getLogger("longspan")
 _MAX_ROWS = 256

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longspan.attn.backends import AttentionBackend
 from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import on_device
@@ -30,6 +29,7 @@ from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Draw
 
 if TYPE_CHECKING:
+    from longspan.attn.backends.pytorch import AttentionBackend
     from longspan.model.files import ModelFiles
     from longspan.model.info import ModelInfo
     from longspan.runtime.grammar import GrammarMatcher, Vocabulary

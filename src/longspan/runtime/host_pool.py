@@ -11,12 +11,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import AttentionBackend
 from longspan.attn.hosted import HostStaging, PinnedStaging, Staging
 from longspan.attn.paged import PagedKv
 from longspan.core.cluster import Cluster
@@ -25,6 +24,9 @@ from longspan.core.steps import MoveKV
 from longspan.errors import ParameterError
 from longspan.runtime.block_records import BlockRecords
 from longspan.runtime.pool import KvPool
+
+if TYPE_CHECKING:
+    from longspan.attn.backends.pytorch import AttentionBackend
 
 
 class HostMemory:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from longspan import limits
-from longspan.attn.backends import AttentionBackend, backend_of
+from longspan.attn.backends import backend_of
 from longspan.attn.paged import PagedKv
 from longspan.core.cluster import Cluster
 from longspan.core.kv_record import KvRecord
 from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE
 from longspan.runtime.block_records import BlockRecords
+
+if TYPE_CHECKING:
+    from longspan.attn.backends.pytorch import AttentionBackend
 
 WINDOW_BYTES = 64 * 2**20
 """Maximum bytes in flight from one rank to another, and so the memory for messages at each end."""

@@ -15,7 +15,7 @@ import msgspec
 import torch
 import zmq
 
-from longspan.attn.backends import AttentionBackend, backend_of
+from longspan.attn.backends import backend_of
 from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent
 from longspan.model.adapter import Model
@@ -27,6 +27,7 @@ from longspan.runtime.timing import Stopwatch
 from longspan.runtime.worker import Transports, Worker, send_report
 
 if TYPE_CHECKING:
+    from longspan.attn.backends.pytorch import AttentionBackend
     from longspan.model.graph_step import Recording
     from longspan.runtime.device_memory import MemoryProbe
 

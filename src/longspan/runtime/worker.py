@@ -17,7 +17,6 @@ import torch
 import zmq
 from torch import Tensor
 
-from longspan.attn.backends import AttentionBackend
 from longspan.attn.comm import CommError, Message, Pending, Transport
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
@@ -32,6 +31,7 @@ from longspan.runtime.step_comm import StepComm, StepLanes
 from longspan.runtime.timing import Stopwatch, TimedTransport
 
 if TYPE_CHECKING:
+    from longspan.attn.backends.pytorch import AttentionBackend
     from longspan.model.files import ModelFiles
     from longspan.runtime.host_pool import HostPool
     from longspan.runtime.layerwise import Layerwise

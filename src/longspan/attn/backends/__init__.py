@@ -11,14 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan, Reads
-from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Relation
+if TYPE_CHECKING:
+    from longspan.attn.backends.pytorch import AttentionBackend
 
 _log = logging.getLogger("longspan")
 
@@ -28,72 +27,6 @@ Partial = tuple[Tensor, Tensor]
 """`out [H, T, D]` and `lse [H, T]` float32. A query that sees no key has output 0 and lse -inf."""
 NOWHERE = -1
 """The block of a token that is not stored, for backends whose steps can be recorded."""
-
-
-class AttentionBackend(Protocol):
-    """The kernels of one kind of device."""
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec, *, dense: bool = False
-    ) -> Partial:
-        """Compute attention of one query run `q [H, T, D]` over one key run `k, v [K, S, D]`.
-
-        With `dense` the scores that the relation hides are computed and masked, and every query must see some key.
-        """
-
-    def store(self, kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write `k, v [K, T, D]` to a pool: token t to slot `offsets[t]` of block `blocks[t]`, both int64 `[T]`."""
-
-    def gather(self, kv: PagedKv, blocks: Sequence[int], start: int, stop: int, out: KeysAndValues) -> None:
-        """Copy keys and values of tokens `[start, stop)` to `out`, see `PagedKv.gather`."""
-
-    def plan(self, reads: Sequence[Reads], kv: PagedKv) -> PagedPlan:
-        """Prepare `attend_paged` for queries that read these tokens, in any layer laid out like `kv`."""
-
-    def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
-        """Compute attention of single queries `q [H, T, D]`, each over the tokens that it reads in the plan."""
-
-    def is_recordable(self, spec: AttnSpec) -> bool:
-        """Return True if `store` and `attend_paged` of such attention can be recorded and replayed.
-
-        Then their launches depend only on shapes, they read only the `splits` of a plan, and tokens of block `NOWHERE`
-        are not stored.
-        """
-
-    def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
-        """Compute attention of all queries `q [H, T, D]` over selected keys.
-
-        Args:
-            k, v: `[K, S, D]`.
-            indices: `[K, n]` int32, for each KV head the selected keys among `S`. Without any, queries see nothing.
-        """
-
-    def select(self, tokens: Sequence[Tensor], indices: Tensor, out: Sequence[Tensor]) -> None:
-        """Copy selected tokens of each head.
-
-        Args:
-            tokens: one tensor `[H, S, D]`, or keys and values.
-            indices: `[K, n]` int32, for each H / K heads the selected tokens among `S`.
-            out: for each tensor one `[H, n, D]`, such as a tensor of a message.
-        """
-
-    def merge_into(self, out: Tensor, partials: Sequence[Partial], order: Tensor | None = None) -> Tensor:
-        """Merge partial results of the same queries into `out [H, T, D]`. Return their lse `[H, T]`.
-
-        Args:
-            partials: the first has all queries in order of position. Each further one has n: `[H, n, D]` and `[H, n]`.
-            order: `[K, T]` int32, for each KV head the queries of the further results, each once. None if they are in
-                order of position, too.
-        """
-
-    def rate(self, q: Tensor, lse: Tensor, seen: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
-        """Sum, for each key, the attention of the queries of its KV head that see it: `[K, S]` float32.
-
-        Args:
-            q, lse: queries `[H, n, D]`, and their log-sum-exps `[H, n]` over all keys, float32.
-            seen: `[n]` int64, the number of keys that each query sees, counted from the first key.
-            k: `[K, S, D]`.
-        """
 
 
 def backend_of(

@@ -31,8 +31,8 @@ _PIECE = 512
 """Keys per such piece."""
 
 
-class TorchBackend(ABC):
-    """Attention as calls of a fused kernel, which subclasses choose by device."""
+class AttentionBackend(ABC):
+    """The kernels of one kind of device: attention as calls of a fused kernel, which subclasses choose."""
 
     @abstractmethod
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
@@ -41,6 +41,10 @@ class TorchBackend(ABC):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec, *, dense: bool = False
     ) -> Partial:
+        """Compute attention of one query run `q [H, T, D]` over one key run `k, v [K, S, D]`.
+
+        With `dense` the scores that the relation hides are computed and masked, and every query must see some key.
+        """
         if dense:
             return self._band(q, k, v, relation.lower, relation.upper, spec, dense=True)
         if relation.kind == "full":
@@ -60,16 +64,20 @@ class TorchBackend(ABC):
         return out, lse
 
     def store(self, kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write `k, v [K, T, D]` to a pool: token t to slot `offsets[t]` of block `blocks[t]`, both int64 `[T]`."""
         kv.keys[blocks, :, offsets] = k.transpose(0, 1)
         kv.values[blocks, :, offsets] = v.transpose(0, 1)
 
     def gather(self, kv: PagedKv, blocks: Sequence[int], start: int, stop: int, out: KeysAndValues) -> None:
+        """Copy keys and values of tokens `[start, stop)` to `out`, see `PagedKv.gather`."""
         kv.gather(blocks, start, stop, *out)
 
     def plan(self, reads: Sequence[Reads], kv: PagedKv) -> PagedPlan:
+        """Prepare `attend_paged` for queries that read these tokens, in any layer laid out like `kv`."""
         return PagedPlan(reads, kv)
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
+        """Compute attention of single queries `q [H, T, D]`, each over the tokens that it reads in the plan."""
         num_heads, num_queries, dim = q.shape
         assert num_queries == plan.num_queries, "the plan is for these queries"
         if not len(plan.items.blocks):
@@ -86,10 +94,20 @@ class TorchBackend(ABC):
         return out.to(q.dtype), lse.view(num_queries, num_heads).transpose(0, 1)
 
     def is_recordable(self, spec: AttnSpec) -> bool:  # noqa: ARG002 - False for any
-        """Return False, since the kernel calls depend on the positions of blocks."""
+        """Return True if `store` and `attend_paged` of such attention can be recorded and replayed.
+
+        Then their launches depend only on shapes, they read only the `splits` of a plan, and tokens of block `NOWHERE`
+        are not stored.
+        """
         return False
 
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
+        """Compute attention of all queries `q [H, T, D]` over selected keys.
+
+        Args:
+            k, v: `[K, S, D]`.
+            indices: `[K, n]` int32, for each KV head the selected keys among `S`. Without any, queries see nothing.
+        """
         num_kept = indices.shape[1]
         if not q.shape[1] or not num_kept:
             return nothing_seen(q)
@@ -98,12 +116,26 @@ class TorchBackend(ABC):
         return self.attend(q, kept_k, kept_v, Relation("full", -q.shape[1], num_kept), spec)
 
     def select(self, tokens: Sequence[Tensor], indices: Tensor, out: Sequence[Tensor]) -> None:
+        """Copy selected tokens of each head.
+
+        Args:
+            tokens: one tensor `[H, S, D]`, or keys and values.
+            indices: `[K, n]` int32, for each H / K heads the selected tokens among `S`.
+            out: for each tensor one `[H, n, D]`, such as a tensor of a message.
+        """
         by_head = indices.repeat_interleave(len(out[0]) // len(indices), dim=0)
         for all_tokens, selected in zip(tokens, out, strict=True):
             for head, kept, target in zip(all_tokens, by_head, selected, strict=True):  # faster than `torch.gather`
                 torch.index_select(head, 0, kept, out=target)
 
     def merge_into(self, out: Tensor, partials: Sequence[Partial], order: Tensor | None = None) -> Tensor:
+        """Merge partial results of the same queries into `out [H, T, D]`. Return their lse `[H, T]`.
+
+        Args:
+            partials: the first has all queries in order of position. Each further one has n: `[H, n, D]` and `[H, n]`.
+            order: `[K, T]` int32, for each KV head the queries of the further results, each once. None if they are in
+                order of position, too.
+        """
         if order is None:
             merged, lse = merge_each(partials)
             out.copy_(merged)
@@ -118,7 +150,13 @@ class TorchBackend(ABC):
         return lse
 
     def rate(self, q: Tensor, lse: Tensor, seen: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
-        """Compute the scores of all queries and `_RATED` keys at a time."""
+        """Sum, for each key, the attention of the queries of its KV head that see it: `[K, S]` float32.
+
+        Args:
+            q, lse: queries `[H, n, D]`, and their log-sum-exps `[H, n]` over all keys, float32.
+            seen: `[n]` int64, the number of keys that each query sees, counted from the first key.
+            k: `[K, S, D]`.
+        """
         num_kv_heads, num_keys, dim = k.shape
         rows, lses = q.reshape(num_kv_heads, -1, dim), lse.reshape(num_kv_heads, -1, 1)
         seen = seen.repeat(len(q) // num_kv_heads)[:, None]
@@ -205,7 +243,7 @@ class TorchBackend(ABC):
         return self._kernel(q, k, v, spec, causal=causal, mask=mask)
 
 
-class TorchCpu(TorchBackend):
+class TorchCpu(AttentionBackend):
     """Attention by PyTorch's FlashAttention kernel for CPUs."""
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longspan.attn.backends import CudaKernel, Partial, merge_each
-from longspan.attn.backends.pytorch import TorchBackend, eager
+from longspan.attn.backends.pytorch import AttentionBackend, eager
 from longspan.attn.spec import AttnSpec
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
@@ -34,7 +34,7 @@ def cuda_kernel(
     return "efficient" if head_dim % (8 if is_half else 4) == 0 and not windowed else "eager"
 
 
-class TorchCuda(TorchBackend):
+class TorchCuda(AttentionBackend):
     """Attention by the kernel that `cuda_kernel` chooses. `kernel` fixes one for calls without a mask, to compare."""
 
     def __init__(self, kernel: CudaKernel | None = None) -> None:

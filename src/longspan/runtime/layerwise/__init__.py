@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 LAYERWISE = {
     GATHER_HIDDEN.kind: ("gather_hidden", "HiddenLayers"),
-    GATHER_HIDDEN_SPARSE.kind: ("gather_hidden_sparse", "SparseHiddenLayers"),
+    GATHER_HIDDEN_SPARSE.kind: ("gather_hidden", "SparseHiddenLayers"),
     ALLTOALL.kind: ("unsharded_alltoall", "UnshardedLayers"),
 }
 """The registry of layerwise exchanges: by kind, the module and its class. Add an exchange here, and its traits in

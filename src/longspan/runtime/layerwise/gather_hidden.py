@@ -38,3 +38,21 @@ class HiddenLayers:
         context = self._context
         group, kv = context.comm.channel(layer, channel), context.pool.layer(layer)
         return GatherHidden(group, channel.parts, kv, context.model.specs[layer])
+
+
+class SparseHiddenLayers(HiddenLayers):
+    """The `gather_hidden_sparse` channels of one step."""
+
+    def _gather_hidden(self, layer: int, channel: Channel) -> GatherHidden:
+        from longspan.attn.sparse.gather_hidden import SparseGatherHidden  # noqa: PLC0415 - only with sparse attention
+
+        context = self._context
+        group, kv, model = context.comm.channel(layer, channel), context.pool.layer(layer), context.model
+        return SparseGatherHidden(
+            *(group, channel.parts, kv, model.specs[layer]),
+            setting=channel.exchange.sparse,
+            layer=layer,
+            num_layers=model.info.num_layers,
+            layers=context.pool.layers,
+            first_kv_head=model.first_kv_heads[layer],
+        )
