@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from functools import partial
 from longspan import LLM, SamplingParams
-from longspan.runtime.executor.threads import ThreadLauncher
+from thread_launcher import ThreadLauncher
 from longspan.service import Service
 LLM.make_service = partial(Service, launcher=ThreadLauncher)
 with LLM(sys.argv[1], dtype="float32", skip_tokenizer_init=True) as llm:

@@ -20,11 +20,11 @@ import gpu_versions
 import gpu_wheels
 import twin
 from gpu_ceilings import COPY, PRODUCT
+from thread_launcher import ThreadLauncher
 
 from longspan.args import EngineArgs
 from longspan.cost.architecture import from_config
 from longspan.errors import WorkerLostError
-from longspan.runtime.executor.threads import ThreadLauncher
 from longspan.runtime.messages import WorkerConfig
 from longspan.service import Service
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import msgspec
 import psutil
 import pytest
+import thread_launcher as threads
 import torch
 import zmq
 from engines import ThreadLLM
@@ -27,7 +28,7 @@ from longspan.core.steps import Free
 from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.limits import Memory
 from longspan.runtime import messages
-from longspan.runtime.executor import control_plane, processes, threads
+from longspan.runtime.executor import control_plane, processes
 from longspan.runtime.executor.control_plane import WorkerExecutor
 
 LONG = SamplingParams(temperature=0, max_tokens=4)

@@ -11,13 +11,13 @@ import pytest
 from engines import InOrderLauncher, ThreadLLM, num_free_blocks
 from oracle import Oracle
 from test_exact import prompts_of
+from thread_launcher import WorkerThread
 
 from longspan import SamplingParams
 from longspan.args import EngineArgs
 from longspan.core.fleets import fleet_text
 from longspan.core.request import ContextLengthError, Request
 from longspan.errors import ParameterError, WorkerLostError
-from longspan.runtime.executor.threads import WorkerThread
 from longspan.service import Service
 
 LONG = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

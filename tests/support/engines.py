@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from in_order import Fabric, InOrderTransport
+from thread_launcher import ThreadLauncher
 
 from longspan import LLM
 from longspan.attn.comm import Transport
 from longspan.attn.routing import DirectedTransport
-from longspan.runtime.executor.threads import ThreadLauncher
 from longspan.runtime.messages import WorkerConfig
 from longspan.runtime.step_comm import StepLanes
 from longspan.runtime.worker import Transports

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from oracle import Expected, assert_exact
+from thread_launcher import ThreadLauncher
 
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster as Instances
@@ -22,7 +23,6 @@ from longspan.core.steps import Completion, Forward, MoveKV, MoveWay, Part, Samp
 from longspan.model.source import prepare
 from longspan.model.store import read_info
 from longspan.runtime.executor.control_plane import Launcher, WorkerExecutor
-from longspan.runtime.executor.threads import ThreadLauncher
 from longspan.runtime.host_pool import HostMemory
 from longspan.runtime.messages import WorkerConfig
 

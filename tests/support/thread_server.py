@@ -19,10 +19,10 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from engines import InOrderLauncher
 from server_client import Reply, completion
 from starlette.testclient import TestClient
+from thread_launcher import WorkerThread
 
 from longspan.args import EngineArgs
 from longspan.errors import WorkerLostError
-from longspan.runtime.executor.threads import WorkerThread
 from longspan.runtime.messages import WorkerConfig, command_address
 from longspan.serve import core_process, engine_loop
 from longspan.serve.app import make_app

@@ -31,11 +31,10 @@ from longspan.model.info import ModelInfo
 from longspan.model.shrunken import FAILURES, NoCopyError, ShrunkenModel, shrink
 from longspan.model.store import DTYPES
 from longspan.runtime.block_records import kv_record
-from longspan.runtime.executor.threads import memory_transports
 from longspan.runtime.messages import Done
 from longspan.runtime.pool import KvPool
 from longspan.runtime.timing import Stopwatch
-from longspan.runtime.worker import Worker
+from longspan.runtime.worker import Transports, Worker
 
 _log = logging.getLogger("longspan")
 _CPU = torch.device("cpu")
@@ -244,7 +243,7 @@ def _worker(files: ModelFiles, small: ShrunkenModel, cluster: Cluster, rank: int
         cluster,
         model,
         pool,
-        memory_transports(wires, rank),
+        Transports.in_memory(wires, rank),
         backend=backend,
         files=files,
         watch=Stopwatch(enabled=False, device=_CPU),

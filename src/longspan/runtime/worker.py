@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isnan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import torch
@@ -32,6 +32,7 @@ from longspan.runtime.timing import Stopwatch, TimedTransport
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
+    from longspan.attn.memory import Wires
     from longspan.model.files import ModelFiles
     from longspan.runtime.host_pool import HostPool
     from longspan.runtime.layerwise import Layerwise
@@ -66,6 +67,20 @@ class Transports:
     samples: Transport
     close: Callable[[], None] = lambda: None
     meet: Callable[[Sequence[Sequence[int]]], None] = lambda _: None
+
+    @classmethod
+    def in_memory(cls, wires: Sequence[Wires], rank: int) -> Self:
+        """Return the transports of a thread that is a rank, with wires for exchanges, rebalances, moves and stages."""
+        from longspan.attn.memory import MemoryTransport  # noqa: PLC0415 - ranks are processes, except in dry runs
+
+        exchange, rebalances, moves, stages = wires
+        return cls(
+            steps=StepLanes.one(MemoryTransport(exchange, rank)),
+            rebalances=MemoryTransport(rebalances, rank),
+            moves=MemoryTransport(moves, rank, waits_for_sends=True),
+            hidden=MemoryTransport(stages, rank),
+            samples=MemoryTransport(stages, rank),
+        )
 
 
 class Worker:

@@ -9,16 +9,14 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import zmq
 
-from longspan.attn.memory import MemoryTransport, Wires
+from longspan.attn.memory import Wires
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.rank import Rank
-from longspan.runtime.step_comm import StepLanes
 from longspan.runtime.worker import Transports, failure, send_report
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ class ThreadLauncher:
             raise ValueError(f"worker threads compute on cpu, not on {config.device}")
         self.cluster, self.config, self.wires = config.cluster, config, (Wires(), Wires(), Wires(), Wires())
         if config.kernels is not None:
-            from longspan import native  # noqa: PLC0415 - only with our own kernels
+            from longspan import native
 
             native.load(config.kernels)
         self.context, self.endpoint = zmq.Context(), f"inproc://longspan-{next(_numbers)}"
@@ -54,7 +52,7 @@ class ThreadLauncher:
 
     def transports(self, rank: int, num_ranks: int) -> Transports:  # noqa: ARG002 - wires connect any number of ranks
         """Return the transports of a rank among `num_ranks` ranks."""
-        return memory_transports(self.wires, rank)
+        return Transports.in_memory(self.wires, rank)
 
     def probe(self, rank: int) -> MemoryProbe | None:  # noqa: ARG002 - tests override it
         """Return the memory probe of a rank's device. None: CPU memory is not measured."""
@@ -70,18 +68,6 @@ class ThreadLauncher:
 
     def clean_up(self) -> None:
         torch.set_num_threads(self._threads_before)
-
-
-def memory_transports(wires: Sequence[Wires], rank: int) -> Transports:
-    """Return the transports of a rank. The wires are for exchanges, rebalances, moves and stages."""
-    exchange, rebalances, moves, stages = wires
-    return Transports(
-        steps=StepLanes.one(MemoryTransport(exchange, rank)),
-        rebalances=MemoryTransport(rebalances, rank),
-        moves=MemoryTransport(moves, rank, waits_for_sends=True),
-        hidden=MemoryTransport(stages, rank),
-        samples=MemoryTransport(stages, rank),
-    )
 
 
 class WorkerThread:
