@@ -18,7 +18,7 @@ from longspan.sim.spec import ClusterSpec
 from longspan.simulation import simulate
 from longspan.workload.spec import WorkloadSpec
 
-_POLICIES = ("chunked", "context", "tetris", "loongserve")
+_POLICIES = ("auto", "chunked", "context", "tetris", "loongserve")
 _CLUSTER = ClusterSpec(hardware="a100-sxm-80g", hosts=8, gpus_per_host=8)
 _ROLES = ClusterSpec(hardware="a100-sxm-80g", hosts=8, gpus_per_host=8, prefill_parallel="32", decode_parallel="4xtp8")
 
@@ -31,7 +31,8 @@ def speed(policy: str, cluster: ClusterSpec, num_requests: int, rate: float) -> 
     result = simulate("llama-3-8b", cluster, workload, scheduling=scheduling)
     assert len(result.served) == num_requests, "all fit"
     clock_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    return f"{clock_s:.1f} s ({cpu_s:.1f} s of CPU) for {result.makespan_s:,.0f} simulated ones"
+    per_s = num_requests / cpu_s
+    return f"{clock_s:.1f} s ({cpu_s:.1f} s of CPU, {per_s:.0f} requests/s) for {result.makespan_s:,.0f} simulated ones"
 
 
 def main() -> None:

@@ -43,20 +43,20 @@ def shared_rates(flows: Sequence[Flow]) -> list[float]:
     Shares are max-min fair, as for connections. Flows through a full end get equal rates. A flow with a lower rate at
     another end leaves the difference to the rest.
     """
-    rates = [0.0] * len(flows)
+    rates, ends_of = [0.0] * len(flows), [flow.s_per_byte for flow in flows]
     left: defaultdict[Hashable, float] = defaultdict(lambda: 1.0)
     rising = list(range(len(flows)))
     while rising:
         demand: defaultdict[Hashable, float] = defaultdict(float)
         for index in rising:
-            for end, seconds in flows[index].s_per_byte:
+            for end, seconds in ends_of[index]:
                 demand[end] += seconds
         fullest = min(demand, key=lambda end: left[end] / demand[end])
         rate = left[fullest] / demand[fullest]
-        stopped = [index for index in rising if any(end == fullest for end, _ in flows[index].s_per_byte)]
+        stopped = dict.fromkeys(index for index in rising if any(end == fullest for end, _ in ends_of[index]))
         for index in stopped:
             rates[index] = rate
-            for end, seconds in flows[index].s_per_byte:
+            for end, seconds in ends_of[index]:
                 left[end] = max(0.0, left[end] - rate * seconds)
         rising = [index for index in rising if index not in stopped]
     return rates

@@ -288,7 +288,7 @@ class Budget:
         request, cost = part.request, self.view.kv.hit_cost(hit, self.claimed)
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
         owners = self._growing.groups.get(request.id, part.group) if part.kv_owner is None else (part.kv_owner,)
-        taken = Counter(part.block_owners) + cost
+        taken = Counter([*part.block_owners, *cost.elements()])
         if missing > self.free_blocks(request, owners, taken if hit.waits else cost) or not self.fits(taken):
             return False
         evenly = -(-(request.num_tokens - part.start) // len(part.group))

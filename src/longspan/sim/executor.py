@@ -12,7 +12,7 @@ from functools import cached_property
 
 from longspan.core.blocks import coupled_instances
 from longspan.core.steps import BytesSent, Completion, Forward, MoveKV, Part, Reshard, Sample, Sampled, Step
-from longspan.cost.flows import alone_s
+from longspan.cost.flows import Flow, alone_s
 from longspan.cost.step_cost import StepCost
 from longspan.sim.links import Links
 
@@ -122,7 +122,7 @@ class SimExecutor:
         elif isinstance(step, MoveKV):
             sources = step.sources if step.way == "across" else ()
             ends_s = [end_s for (instance, _), end_s in self._free_at.items() if instance in sources]
-            self._send(step, ready_s=max([self._clock.now(), self._ready_s, *ends_s]))
+            self._send(step, self._cost.flows(step), ready_s=max([self._clock.now(), self._ready_s, *ends_s]))
         elif isinstance(step, Reshard):
             self._regroup(step)
         else:
@@ -173,8 +173,8 @@ class SimExecutor:
         timing = StepTiming(forward=forward, stages=stages)
         start, ends = timing.start_s, timing.ends_s
         for move in forward.streams:
-            layer_s = alone_s(self._cost.flows(move)) / self._cost.num_layers
-            self._send(move, ready_s=start, earliest_s=max(ends[source] for source in move.sources) + layer_s)
+            layer_s = alone_s(flows := self._cost.flows(move)) / self._cost.num_layers
+            self._send(move, flows, ready_s=start, earliest_s=max([ends[source] for source in move.sources]) + layer_s)
         if self._watch is not None:
             self._watch(timing)
 
@@ -200,8 +200,7 @@ class SimExecutor:
             self._sampled_at.update({part.request_id: start for part in forward.parts if part.sample is not None})
         return times, start
 
-    def _send(self, move: MoveKV, *, ready_s: float, earliest_s: float = 0.0) -> None:
-        flows = self._cost.flows(move)
+    def _send(self, move: MoveKV, flows: Sequence[Flow], *, ready_s: float, earliest_s: float = 0.0) -> None:
         self._sending[move.number] = len(flows), 0.0
         if self._watch_moves is not None:
             self._moving[move.number] = move, ready_s

@@ -119,9 +119,9 @@ class GroupAssignment:
         candidates, num_blocks = self._candidates, request.blocks_for(request.num_tokens)
         max_tokens = view.max_num_batched_tokens
 
-        def predict(new_tokens: int, cached_tokens: int) -> Numbers:
-            alone_s, mixed_s = self._estimates.prefills_s(new_tokens, cached_tokens, max_tokens)
-            return np.where(decodes, candidates.by_size(mixed_s), candidates.by_size(alone_s))
+        def predict(new_tokens: int, cached: int) -> Numbers:
+            alone_s, mixed_s = map(candidates.by_size, self._estimates.prefills_s(new_tokens, cached, max_tokens))
+            return np.where(decodes, mixed_s, alone_s)
 
         seconds = predict(request.num_tokens, 0)
         blocks = np.full(len(seconds), float(num_blocks))

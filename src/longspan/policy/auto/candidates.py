@@ -46,12 +46,11 @@ class CandidateGroups:
 
     def by_size(self, values: Numbers) -> Numbers:
         """Repeat per-size values for the candidate groups: [num_groups]."""
-        expanded: Numbers = values[self._kinds]
-        return expanded
+        return values.take(self._kinds)
 
     def sum(self, values: Numbers) -> Numbers:
         """Sum a per-instance value over the members of each group: [num_groups]."""
-        return np.add.reduceat(values[self.members], self._starts)
+        return np.add.reduceat(values.take(self.members), self._starts)
 
     def sum_members(self, values: Numbers) -> Numbers:
         """Sum one value per entry of `members` over each group: [num_groups]."""
@@ -59,7 +58,7 @@ class CandidateGroups:
 
     def max(self, values: Numbers) -> Numbers:
         """Return the maximum of a per-instance value over the members of each group: [num_groups]."""
-        return np.maximum.reduceat(values[self.members], self._starts)
+        return np.maximum.reduceat(values.take(self.members), self._starts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,18 +113,14 @@ class Costs:
         """
         candidates, num_instances, wait_s = self.candidates, len(load.wait_s), load.wait_s
         requests_per_s, busy = self.history.rates(now_s)
-        free = wait_s <= 0
         usual_s, usual_fastest_s, fastest_s = self.history.usual_s, self.history.usual_fastest_s, waiting.fastest_s
         begins_s = candidates.max(wait_s)
         idle_s = candidates.sizes * begins_s - candidates.sum(wait_s)
         single_s = seconds[:num_instances].min()
         more_s = np.maximum(0.0, idle_s + candidates.sizes * seconds - single_s) / num_instances
-        queues_s = _queues_s(int(free.sum()), requests_per_s, usual_s)
-        longest_s = np.maximum(0.0, seconds / 2 - usual_s)
-        held_up_s = np.minimum(longest_s, queues_s[-1 - candidates.sum(free.astype(float)).astype(int)])
-        held_up_s -= np.minimum(longest_s, queues_s[-1])
-        slack = 1 - min(MAX_BUSY, busy / num_instances)
-        later_delay = more_s / (slack * max(usual_fastest_s, fastest_s)) + held_up_s / max(usual_fastest_s, usual_s)
+        later_delay = more_s / ((1 - min(MAX_BUSY, busy / num_instances)) * max(usual_fastest_s, fastest_s))
+        if seconds.max() > 2 * usual_s:  # otherwise no usual prompt would wait for longer than it takes
+            later_delay += self._held_up_s(seconds, wait_s, requests_per_s) / max(usual_fastest_s, usual_s)
 
         waited_s = now_s - waiting.request.arrival_s
         ttft_s = waited_s + begins_s + seconds
@@ -135,17 +130,24 @@ class Costs:
         costs += unpaid * self._answers(seconds, load, outlasts=fastest_s > _LONG * self.history.answer_s)
         return costs
 
+    def _held_up_s(self, seconds: Numbers, wait_s: Numbers, requests_per_s: float) -> Numbers:
+        """Return the seconds that a usual prompt waits longer while each group prefills: [num_groups]."""
+        free, usual_s = wait_s <= 0, self.history.usual_s
+        queues_s = _queues_s(int(free.sum()), requests_per_s, usual_s)
+        longest_s = np.maximum(0.0, seconds / 2 - usual_s)
+        behind_s = queues_s[-1 - self.candidates.sum(free.astype(float)).astype(int)]
+        held_up_s: Numbers = np.minimum(longest_s, behind_s) - np.minimum(longest_s, queues_s[-1])
+        return held_up_s
+
     def _answers(self, seconds: Numbers, load: Load, *, outlasts: bool) -> Numbers:
         """Return the penalties that a prefill adds to the answers on each group: [num_groups].
 
         Later answers count for a prefill that outlasts them. A short one may be done before they begin.
         """
-        more_s = seconds / self.history.answer_tokens
-        before, decodes, later = (
-            one[self.candidates.members] for one in (load.token_s / self._max_tbt_s, load.decodes, load.later)
-        )
-        after = before + np.repeat(more_s / self._max_tbt_s, self.candidates.sizes)
-        decodes = decodes + later * outlasts
+        members, more_s = self.candidates.members, seconds / self.history.answer_tokens
+        decodes = (load.decodes + load.later if outlasts else load.decodes).take(members)
+        before = (load.token_s / self._max_tbt_s).take(members)
+        after = before + (more_s / self._max_tbt_s).repeat(self.candidates.sizes)
         return self.candidates.sum_members(decodes * (_penalty(after) - _penalty(before)))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -35,6 +37,8 @@ class Estimates:
         token_s: seconds of a decode step with a single request and no context. It is the unit of all times of `auto`:
             a machine with half the speed gets the same decisions at half the rate.
         cuts_steps: whether steps that prefill and decode are bounded.
+        prefills_s: predicts a prefill on groups of all sizes, without and with decodes in the same steps. It returns
+            [2, num_sizes], read-only. The arguments are new tokens, cached tokens, and `max_tokens` of `prefill_s`.
 
     Args:
         target_s: wanted bound for a step that prefills and decodes; None for the shortest that is efficient.
@@ -49,50 +53,39 @@ class Estimates:
         alone = next((fit for (members, _), fit in fits.items() if members == 1), None)
         self._decode = alone or _GUESSED_DECODE
         self.token_s = max(_MIN_TOKEN_S, self._decode.seconds(1, 0))
-        terms = [(one.start_s, one.token_s, one.cached_s, one.square_s) for one in self._times.values()]
-        self._terms = np.array(terms).T
         self._target_s = target_s
         self.cuts_steps = target_s is not None or alone is not None  # a guess cuts no steps
+        self.prefills_s = lru_cache(maxsize=1024)(self._prefills_s)  # a waiting prompt is priced at each choice
 
     def prefill_s(self, members: int, new_tokens: int, cached_tokens: int, max_tokens: int) -> float:
         """Predict a prefill in steps of at most `max_tokens` per member."""
-        times, chunk = self._on(members), max_tokens * members
-        num_full, rest = divmod(new_tokens, chunk)
-        squares = num_full * chunk**2 + rest**2  # attention of each step to its own tokens
-        pairs = cached_tokens * new_tokens + (new_tokens**2 - squares) / 2
-        starts_s = times.start_s * (num_full + bool(rest))
-        return starts_s + times.token_s * new_tokens + times.cached_s * pairs + times.square_s * squares
+        times = self._on(members)
+        return _chunked_s(times, new_tokens, cached_tokens, max_tokens * members, times.start_s)
 
-    def prefills_s(self, new_tokens: int, cached_tokens: int, max_tokens: int) -> tuple[Numbers, Numbers]:
-        """Predict a prefill on groups of all sizes, without and with decodes in the same steps: [num_sizes] each."""
-        start_s, token_s, cached_s, square_s = self._terms
-        found, whole = [], np.array(self.sizes, float) * max_tokens
-        in_time = whole
-        if self.cuts_steps:
-            slope = token_s + cached_s * (cached_tokens + new_tokens / 2)
-            left_s = self._mixed_step_s(start_s, self.token_s) - start_s - self.token_s
-            in_time = 2 * left_s / (slope + np.sqrt(slope**2 + 4 * square_s * left_s))
-        for chunk, step_s in ((whole, start_s), (np.minimum(whole, in_time), start_s + self.token_s)):
-            num_full = np.floor(new_tokens / chunk)
-            rest = new_tokens - num_full * chunk
-            squares = num_full * chunk**2 + rest**2
-            pairs = cached_tokens * new_tokens + (new_tokens**2 - squares) / 2
-            starts_s = step_s * (num_full + (rest > 0))
-            found.append(starts_s + token_s * new_tokens + cached_s * pairs + square_s * squares)
-        return found[0], found[1]
+    def _prefills_s(self, new_tokens: int, cached_tokens: int, max_tokens: int) -> Numbers:
+        found = np.empty((2, len(self.sizes)))
+        for place, (size, times) in enumerate(self._times.items()):
+            start_s, whole, in_time = times.start_s, size * max_tokens, math.inf
+            if self.cuts_steps:
+                left_s = self._mixed_step_s(start_s, self.token_s) - start_s - self.token_s
+                slope = times.token_s + times.cached_s * (cached_tokens + new_tokens / 2)
+                inverse = slope + math.sqrt(slope * slope + 4 * times.square_s * left_s)
+                in_time = 2 * left_s / inverse if inverse else math.inf
+            found[0, place] = _chunked_s(times, new_tokens, cached_tokens, whole, start_s)
+            found[1, place] = _chunked_s(times, new_tokens, cached_tokens, min(whole, in_time), start_s + self.token_s)
+        found.flags.writeable = False
+        return found
 
     def max_tokens(self, members: int, cached_tokens: int, decode_s: float) -> float:
         """Return the prefill tokens of a step that also decodes, which takes `decode_s` alone."""
         times = self._on(members)
-        step_s = float(self._mixed_step_s(times.start_s, decode_s))
-        return times.most_tokens(step_s - decode_s, cached_tokens)
+        return times.most_tokens(self._mixed_step_s(times.start_s, decode_s) - decode_s, cached_tokens)
 
-    def _mixed_step_s(self, start_s: NumberT, decode_s: float) -> NumberT:
+    def _mixed_step_s(self, start_s: float, decode_s: float) -> float:
         """Return the wanted seconds of a step that prefills and decodes."""
         if self._target_s is None:
             return (start_s + decode_s) / (1 - _EFFICIENCY)
-        step_s: NumberT = np.maximum(self._target_s, (start_s + decode_s) / (1 - _MIN_EFFICIENCY))
-        return step_s
+        return max(self._target_s, (start_s + decode_s) / (1 - _MIN_EFFICIENCY))
 
     def step_s(self, decodes: NumberT, context: NumberT) -> NumberT:
         """Predict decode steps of instances, for requests that have `context` tokens together."""
@@ -105,6 +98,16 @@ class Estimates:
 
     def _on(self, members: int) -> PrefillTime:
         return self._times[self._size(members)]
+
+
+def _chunked_s(times: PrefillTime, new_tokens: int, cached_tokens: int, chunk: float, start_s: float) -> float:
+    """Predict a prefill in steps of at most `chunk` tokens, which take `start_s` each and the time of their tokens."""
+    num_full = math.floor(new_tokens / chunk)
+    rest = new_tokens - num_full * chunk
+    squares = num_full * (chunk * chunk) + rest * rest  # attention of each step to its own tokens
+    pairs = cached_tokens * new_tokens + (new_tokens**2 - squares) / 2
+    starts_s = start_s * (num_full + (rest > 0))
+    return starts_s + times.token_s * new_tokens + times.cached_s * pairs + times.square_s * squares
 
 
 def group_times(facts: Facts, exchanges: Collection[Exchange], num_instances: int) -> dict[int, PrefillTime]:

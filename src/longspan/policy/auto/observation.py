@@ -60,7 +60,7 @@ class Observer:
         """Requests by id that were admitted, and did more than decode at the last plan."""
         self._busy: set[int] = set()
         """Instances with a prefill in flight."""
-        self._context, self._counted, self._counted_at = (np.zeros(len(place)) for _ in range(3))
+        self._context, self._counted, self._counted_at = ([0] * len(place) for _ in range(3))
         """Tokens of decodes, the number of these decodes, and `running.changes` when they were counted."""
         self._instances = list(place)
         self._history = history
@@ -123,70 +123,65 @@ class Observer:
         return seconds
 
     def observe(self, view: ClusterView) -> Observation:
-        """Describe all instances."""
-        instances, running, place = self._instances, view.running, self._place
-        num_running = list(map(len, map(running.on, instances)))
-        free_blocks = np.array(list(map(view.kv.num_free, instances)), float)
-        free_blocks -= np.maximum(0, np.array(running.due_blocks)[instances])
+        """Describe all instances. Numbers are gathered in lists, whose items change faster than those of arrays."""
+        instances, place, num_free = self._instances, self._place, view.kv.num_free
+        num_running, due_blocks = list(map(len, map(view.running.on, instances))), view.running.due_blocks
+        free_blocks = [num_free(instance) - max(0, due_blocks[instance]) for instance in instances]
         for instance, number in view.expected.items():
-            if instance in place:
+            if number and instance in place:
                 free_blocks[place[instance]] -= number
-        decodes = num_running.copy()
+        active, num_slots = num_running.copy(), [view.max_num_seqs - number for number in num_running]
         for request in self._admitted.values():
             for instance in request.group:
-                decodes[place[instance]] -= 1
-        contexts = self._contexts(view, np.array(decodes, float))
-        later, later_tokens, arriving = self._later_decodes()
-        ending, wait_s = self._prefills(view)
+                active[place[instance]] -= 1
+        context, decodes = self._contexts(view, active), active.copy()
+        self._add_later_decodes(decodes, context, num_slots)
+        wait_s = self._add_prefills(view, active)
         return Observation(
-            decodes=np.array(decodes) + later,
-            active=np.array(decodes) + ending,
-            context=contexts + later_tokens,
             wait_s=np.array(wait_s),
-            free_blocks=free_blocks,
-            free_slots=view.max_num_seqs - np.array(num_running) - arriving,
+            decodes=np.array(decodes, float),
+            active=np.array(active, float),
+            context=np.array(context, float),
+            free_blocks=np.array(free_blocks, float),
+            free_slots=np.array(num_slots, float),
         )
 
-    def _prefills(self, view: ClusterView) -> tuple[list[int], list[float]]:
-        """Return the requests that decode before their prefill is known to be done, and the seconds of prefills."""
-        place, ending, wait_s = self._place, [0] * len(self._place), [0.0] * len(self._place)
+    def _add_prefills(self, view: ClusterView, active: list[int]) -> list[float]:
+        """Count the requests that decode before their prefill is known to be done. Return the seconds of prefills."""
+        place, wait_s = self._place, [0.0] * len(self._place)
         for request in self._admitted.values():
             group = request.group
             if _is_prefill(request):
-                new_tokens = request.num_tokens - request.num_scheduled
-                behind = request.num_scheduled, view.max_num_batched_tokens
-                seconds = self._estimates.prefill_s(len(group), new_tokens, *behind)
+                start, max_tokens = request.num_scheduled, view.max_num_batched_tokens
+                seconds = self._estimates.prefill_s(len(group), request.num_tokens - start, start, max_tokens)
                 for instance in group:
                     wait_s[place[instance]] += seconds
             elif not request.targets:
                 for instance in group:
-                    ending[place[instance]] += 1
+                    active[place[instance]] += 1
         for instance in self._busy:
             wait_s[place[instance]] += max(0.0, self._free_at_s[instance] - view.now_s)
-        return ending, wait_s
+        return wait_s
 
-    def _later_decodes(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Return the later decodes of each instance, their tokens, and how many of them have KV sent there."""
-        place, counts = self._place, [[0] * len(self._place) for _ in range(3)]
-        later, tokens, arriving = counts
+    def _add_later_decodes(self, decodes: list[int], context: list[int], num_slots: list[int]) -> None:
+        """Count the later decodes of each instance and their tokens, and subtract slots if KV is sent there."""
+        place = self._place
         for request in self._admitted.values() if not self._has_roles else ():
             for instance in (decoders := request.targets or request.group):
                 if goes_on(request):
-                    later[place[instance]] += 1
-                    tokens[place[instance]] += request.num_tokens // len(decoders)
-                arriving[place[instance]] += bool(request.targets)
-        found: Numbers = np.array(counts, float)
-        return found[0], found[1], found[2]
+                    decodes[place[instance]] += 1
+                    context[place[instance]] += request.num_tokens // len(decoders)
+                num_slots[place[instance]] -= bool(request.targets)
 
-    def _contexts(self, view: ClusterView, decodes: Numbers) -> Numbers:
+    def _contexts(self, view: ClusterView, decodes: Sequence[int]) -> list[int]:
         """Return the tokens of decodes on each instance: [num_instances]. Recent growth is left out."""
-        running, admitted = view.running, self._admitted
-        changes = np.array(running.changes)[self._instances]
-        stale = (decodes != self._counted) | (changes - self._counted_at >= _CHANGES_PER_COUNT)
-        for place in np.flatnonzero(stale).tolist():
-            requests = running.on(self._instances[place])
-            self._context[place] = sum([request.num_tokens for request in requests if request.id not in admitted])
-        self._counted, self._counted_at = decodes.copy(), np.where(stale, changes, self._counted_at)
+        running, admitted, changes = view.running, self._admitted, view.running.changes
+        for place, instance in enumerate(self._instances):
+            num_changes = changes[instance] - self._counted_at[place]
+            if decodes[place] != self._counted[place] or num_changes >= _CHANGES_PER_COUNT:
+                requests = running.on(instance)
+                self._context[place] = sum([request.num_tokens for request in requests if request.id not in admitted])
+                self._counted[place], self._counted_at[place] = decodes[place], changes[instance]
         return self._context.copy()
 
 
