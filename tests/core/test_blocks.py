@@ -327,7 +327,7 @@ _TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 
 
 @given(st.lists(_TOKENS, max_size=12), st.sets(st.integers(0, 11)), _TOKENS | st.just(()))
-def test_what_begins_most_alike_is_found(
+def test_the_longest_common_prefix_is_found(
     known: list[tuple[int, ...]], evicted: set[int], wanted: tuple[int, ...]
 ) -> None:
     pool = BlockPool(num_blocks=12, block_size=8)
@@ -382,7 +382,7 @@ def test_a_stranger_that_begins_alike_does_not_take_a_conversation_away() -> Non
 
 
 @pytest.mark.parametrize("size", [4, 16, 256])
-def test_prompts_share_what_they_begin_with_whatever_its_length(size: int) -> None:
+def test_prompts_share_a_prefix_of_any_length(size: int) -> None:
     """A system prompt is no multiple of a block; each conversation keeps its own tail, also while another one runs."""
     account, system = KvAccount([64], block_size=size), tuple(range(1, 159))
     first = turn(account, (*system, *range(200, 230)), 5)
@@ -398,7 +398,7 @@ def test_prompts_share_what_they_begin_with_whatever_its_length(size: int) -> No
     assert turn(account, (*range(500, 640), 2), 1).metrics.num_cached_tokens == 140
 
 
-def test_nothing_is_copied_for_a_few_tokens_or_without_room() -> None:
+def test_no_block_is_copied_for_a_few_tokens_or_without_a_free_block() -> None:
     """A request that would have to wait for the block that is copied could wait for ever."""
     account = KvAccount([3], block_size=64)
     turn(account, tuple(range(40)), 1)

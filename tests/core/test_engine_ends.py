@@ -190,7 +190,7 @@ def test_choices_share_the_prompt(num_instances: int) -> None:
     assert records == [0, 1, 2]
 
 
-def test_choices_do_not_wait_for_one_that_was_aborted() -> None:
+def test_choices_do_not_wait_for_an_aborted_choice() -> None:
     cluster = Cluster(Setup(max_num_batched_tokens=50))
     first = cluster.add(range(210), SamplingParams(n=2, temperature=1.0, max_tokens=5))
     other = cluster.follow(first, 1)

@@ -190,7 +190,7 @@ def test_contiguous_is_in_order_and_even(num_members: int, length: int, align: i
 
 
 @given(st.integers(1, 5), st.integers(0, 200), st.sampled_from([1, 8]))
-def test_stripes_are_single_blocks_in_turn(num_members: int, length: int, align: int) -> None:
+def test_stripes_deal_single_blocks_round_robin(num_members: int, length: int, align: int) -> None:
     owner = owners(shard_span("striped", 0, length, num_members, align=align))
     assert owner == {position: position // align % num_members for position in range(length)}
 

@@ -57,7 +57,7 @@ def test_kernels_for_blocks_compute_their_definition(case: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[64] * 7, [512, 100, 512, 512, 3]], ids=str)
-def test_pieces_come_whole_while_others_are_read(sizes: list[int]) -> None:
+def test_staged_pieces_are_complete_while_earlier_ones_are_read(sizes: list[int]) -> None:
     staging, shape = PinnedStaging(torch.device("cuda")), (4, 64)
     pieces = [torch.randn(2, shape[0], size, shape[1]) for size in sizes]
     sums = []

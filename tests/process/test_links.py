@@ -64,7 +64,7 @@ def test_ranks_run_no_code_of_the_current_folder() -> None:
 
 @pytest.mark.usefixtures("hostile_folder")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what fails is the search for a device")
-def test_a_rank_that_fails_says_why() -> None:
+def test_a_failed_rank_reports_its_own_error() -> None:
     """Its own error, so it has run no code of the current folder before."""
     with pytest.raises(WorkerLostError, match=r"rank 0 was lost: \w*Error: "):
         time_links(1, "cuda")

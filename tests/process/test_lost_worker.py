@@ -95,7 +95,7 @@ def test_workers_follow_their_controller(end: signal.Signals, hangs: bool, tiny:
 
 
 @pytest.mark.parametrize("with_forkserver", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_worker_that_hangs_is_lost_and_ended_with_the_others(tiny: Path, with_forkserver: bool) -> None:
+def test_a_worker_that_hangs_is_lost_and_all_workers_end(tiny: Path, with_forkserver: bool) -> None:
     before = left_names()
     llm = LLM(str(tiny), dtype="float32", instances=2, policy="context", skip_tokenizer_init=True, step_timeout_s=2.0)
     llm.generate([[3, 4, 5], [6, 7, 8]], LONG, use_tqdm=False)
@@ -113,7 +113,7 @@ def test_a_worker_that_hangs_is_lost_and_ended_with_the_others(tiny: Path, with_
         assert again.generate([[3, 4, 5]], LONG)
 
 
-def test_a_controller_that_was_stopped_takes_what_came_meanwhile(tiny: Path) -> None:
+def test_a_controller_that_was_stopped_reads_late_reports(tiny: Path) -> None:
     with LLM(str(tiny), dtype="float32", skip_tokenizer_init=True, step_timeout_s=2.0) as llm:
         stream = llm.stream([3, 4, 5], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
         for _ in range(2):
@@ -146,7 +146,7 @@ def test_a_worker_that_raises_is_named_with_its_reason(tiny: Path, monkeypatch: 
     llm.shutdown()
 
 
-def test_a_loss_is_reported_while_another_request_waits_for_its_turn() -> None:
+def test_a_loss_is_reported_while_another_request_waits_for_admission() -> None:
     """A request may hold KV without being in flight. Its end must not hide the loss."""
     prompts = [list(range(10, 2900)), [5, 6, 7, 8], list(range(10, 3500))]
     shared = {"policy": "context", "policy_options": {"threshold": "3000"}}
@@ -166,7 +166,7 @@ def test_after_shutdown_there_is_a_clear_error(tiny: Path) -> None:
         llm.generate([[1, 2, 3]], LONG)
 
 
-def test_what_was_begun_of_an_executor_is_ended_when_a_worker_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_removes_its_sockets_if_a_worker_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and not whenever it is collected: the error refers to it, and it to its sockets."""
 
     def refuse(*_: object) -> NoReturn:
@@ -249,7 +249,7 @@ def fails(rank: int, *, peer: bool = False) -> Callable[[Puppets], None]:
         (fails(2), 2, "ValueError: no"),
     ],
 )
-def test_who_ends_is_named_with_the_reason(act: Callable[[Puppets], None], rank: int, reason: str) -> None:
+def test_a_worker_that_ends_is_named_with_the_reason(act: Callable[[Puppets], None], rank: int, reason: str) -> None:
     puppets = Puppets()
     executor = WorkerExecutor(puppets, step_timeout_s=60.0)
     act(puppets)
@@ -260,7 +260,7 @@ def test_who_ends_is_named_with_the_reason(act: Callable[[Puppets], None], rank:
 
 @pytest.mark.parametrize("is_limited", [True, False])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_worker_that_the_kernel_killed_for_lack_of_memory_says_what_helps(
+def test_a_worker_killed_for_lack_of_memory_is_reported_with_remedies(
     is_limited: bool, is_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel counts such processes. Another rank may notice the loss before its end is known."""
@@ -301,7 +301,7 @@ NOTICES, ENDS = fails(2, peer=True), exits(2, 1)
         ([ENDS], 2, "its process exited with code 1"),
     ],
 )
-def test_who_is_to_blame_is_named_and_not_who_noticed_it(
+def test_the_rank_that_failed_is_named_instead_of_its_peer(
     acts: list[Callable[[Puppets], None]], rank: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that ends with code 1 reports the reason, but its end may be seen before."""
@@ -323,7 +323,7 @@ def test_who_is_to_blame_is_named_and_not_who_noticed_it(
     assert str(lost.value) == f"worker rank {rank} was lost: {reason} (rank {rank} has strings)"
 
 
-def test_nobody_waits_to_tell_something_to_a_worker_that_reads_no_more() -> None:
+def test_sends_to_a_worker_that_reads_no_more_do_not_block() -> None:
     puppets = Puppets()
     executor = WorkerExecutor(puppets, step_timeout_s=60.0)
     puppets.workers[1].close()
@@ -333,7 +333,7 @@ def test_nobody_waits_to_tell_something_to_a_worker_that_reads_no_more() -> None
         executor.poll(20.0)
 
 
-def test_who_is_not_ready_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_not_ready_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_plane, "_START_TIMEOUT_S", 0.1)
     with pytest.raises(WorkerLostError, match="rank 1 was lost: not ready after 0 s"):
         WorkerExecutor(Puppets(silent=1), step_timeout_s=60.0)

@@ -124,7 +124,7 @@ def test_a_server_that_ends_instead_of_forking_is_named_with_its_code(silent: Si
         server.start(start_worker(tmp_path))
 
 
-def test_what_is_said_to_a_server_that_is_gone_is_lost(silent: Silent) -> None:
+def test_commands_to_an_ended_server_are_dropped(silent: Silent) -> None:
     server = _ForkServer()
     silent.commands.close()
     server.send(KillWorker(7))

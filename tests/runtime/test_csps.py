@@ -186,7 +186,7 @@ def test_bytes_equal_the_formula(parallel: str, tiny: Path) -> None:
         ({"csa": csa(share=1)}, "unknown field `share`"),
     ],
 )
-def test_what_is_no_setting_is_refused(options: dict[str, str], words: str) -> None:
+def test_invalid_settings_are_refused(options: dict[str, str], words: str) -> None:
     with pytest.raises(ParameterError) as error:
         make_policy("csps", num_instances=4, options={"csa": csa(), **options})
     assert words in str(error.value)
@@ -229,7 +229,7 @@ def test_models_with_windows_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host_kv_gib", [0.0, 0.01])
-def test_requests_that_give_way_go_on(tiny: Path, oracle: Oracle, host_kv_gib: float) -> None:
+def test_preempted_requests_resume(tiny: Path, oracle: Oracle, host_kv_gib: float) -> None:
     """Pools hold two of these prompts, so that some wait, and outputs preempt requests."""
     prompts = prompts_of(150, 120, 100, 140)
     with engine(tiny, "3", csa(), num_gpu_blocks_override=6, host_kv_gib=host_kv_gib) as llm:

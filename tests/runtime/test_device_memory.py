@@ -94,7 +94,7 @@ def num_blocks(
     return left * layers // (layers + copies) // (16 * TOKEN_BYTES // 9 * fullest)
 
 
-def test_pools_are_what_the_largest_step_leaves(
+def test_pools_fill_the_memory_that_the_largest_step_leaves(
     tiny: Path, oracle: Oracle, measuring: Callable[..., type[LLM]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with measuring([FakeMemory(ROOM)])(**options(tiny)):
@@ -188,7 +188,7 @@ def test_sizes_follow_a_reshard_and_outlast_lost_workers(
         assert 0 < found < num_blocks(2 * ROOM, fullest=6, layers=2), "a step takes twice as much"
 
 
-def test_clusters_that_take_turns_have_pools_of_what_the_first_measures(
+def test_pools_of_every_phase_follow_the_measurement_of_the_first(
     tiny: Path, oracle: Oracle, measuring: Callable[..., type[LLM]]
 ) -> None:
     """Also where a rank is a spare one in the first, and so has no weights yet."""
@@ -266,7 +266,7 @@ def test_a_length_that_does_not_fit_is_refused(tiny: Path, measuring: Callable[.
         measuring([FakeMemory(ROOM)])(**options(tiny, max_model_len=fits + 1))
 
 
-def test_what_is_asked_for_is_not_measured(tiny: Path, measuring: Callable[..., type[LLM]]) -> None:
+def test_an_explicit_number_of_blocks_is_not_measured(tiny: Path, measuring: Callable[..., type[LLM]]) -> None:
     probe = FakeMemory(0)
     with measuring([probe])(**options(tiny, num_gpu_blocks_override=7)) as llm:
         assert num_free_blocks(llm) == [7]

@@ -48,7 +48,7 @@ def move(number: int, way: Any, *blocks: int) -> MoveKV:
     return MoveKV(number=number, request_id=0, copies=copies, way=way, contents=contents)
 
 
-def test_a_smaller_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
+def test_a_smaller_disk_keeps_the_most_recently_used_blocks(tmp_path: Path) -> None:
     """Under the numbers that it has."""
     before = opened(tmp_path)
     for time, block in enumerate([4, 0, 2, 7, 1]):

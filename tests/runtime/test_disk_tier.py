@@ -50,7 +50,9 @@ def num_cached(outputs: Sequence[RequestOutput]) -> list[int]:
 
 
 @pytest.mark.parametrize(("before", "after"), [("1", "2xpp2"), ("tp2", "1"), ("pp3", "tp2pp2"), ("2", "3")])
-def test_another_layout_finds_it(tiny: Path, oracle: Oracle, tmp_path: Path, before: str, after: str) -> None:
+def test_another_layout_reads_stored_blocks(
+    tiny: Path, oracle: Oracle, tmp_path: Path, before: str, after: str
+) -> None:
     """All but the last token of each prompt, which must be computed."""
     assert num_cached(answered(tiny, tmp_path, oracle, parallel=before)) == [0, 0]
     assert num_cached(answered(tiny, tmp_path, oracle, parallel=after, policy="context")) == [107, 41]
@@ -226,7 +228,7 @@ def test_the_prefix_cache_is_reset_on_disk_too(tiny: Path, oracle: Oracle, tmp_p
         ({"disk_kv_dir": "/dev/null/kv"}, r"disk_kv_dir .*cannot be used .*: give another one"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_options_are_refused(
     tiny: Path, tmp_path: Path, given: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a disk with 100 GiB left."""

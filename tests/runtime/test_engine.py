@@ -98,7 +98,7 @@ def test_a_request_that_outgrows_its_group_is_dealt_over_all(rotate: str) -> Non
     assert [sorted(part.group) for part in cluster.parts_of(request)][::129] == [[0, 1], [0, 1, 2]]
 
 
-def test_a_prefix_that_fills_one_instance_leaves_room_on_the_others() -> None:
+def test_a_request_continues_a_full_instances_prefix_on_its_peers() -> None:
     cluster = Cluster(Setup(num_instances=2, num_blocks=4, options={"threshold": "70"}))
     cluster.add(range(64), max_tokens=1)
     cluster.run()

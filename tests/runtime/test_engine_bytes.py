@@ -59,7 +59,7 @@ def formula(llm: LLM, exchange: str, tokens: list[int]) -> int:
 
 
 @pytest.mark.parametrize("record_times", [False, True])
-def test_times_of_each_rank_are_told_if_they_are_recorded(record_times: bool, tmp_path: Path) -> None:
+def test_times_of_each_rank_are_reported_if_they_are_recorded(record_times: bool, tmp_path: Path) -> None:
     folder, begin_s = make_tiny("llama", tmp_path), time.perf_counter()
     shared = {"policy": "context", "policy_options": {"threshold": "10"}}
     options = {"instances": 2, **shared, "record_times": record_times, "block_size": BLOCK}

@@ -71,7 +71,7 @@ def test_short_requests_pass_a_long_prefill(max_num_batched_tokens: int) -> None
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [64, 100, 256])
-def test_a_long_prefill_moves_on_beside_a_stream_of_short_requests(max_num_batched_tokens: int) -> None:
+def test_a_long_prefill_progresses_during_a_stream_of_short_requests(max_num_batched_tokens: int) -> None:
     """Short requests keep arriving. Every step of its group still advances the long request."""
     for cluster, long, _ in long_and_short(max_num_batched_tokens):
         turns = 0
@@ -155,7 +155,7 @@ def test_a_decode_that_rotates_by_token_is_even_to_the_token(num_instances: int,
     cluster.run()
 
 
-def test_what_rotates_by_token_keeps_its_prompt_for_the_next_turn() -> None:
+def test_rotation_by_token_keeps_the_prompt_for_the_next_turn() -> None:
     cluster = Cluster(Setup(num_instances=3, options={"threshold": "50", "rotate": "token"}))
     first = cluster.add(range(60), max_tokens=50)
     cluster.run()
@@ -168,7 +168,7 @@ def test_what_rotates_by_token_keeps_its_prompt_for_the_next_turn() -> None:
 
 
 @pytest.mark.parametrize("num_instances", [2, 3])
-def test_what_rotates_by_token_gives_way_and_ends_without_a_trace(num_instances: int) -> None:
+def test_rotation_by_token_leaves_no_blocks_after_preemption_and_abort(num_instances: int) -> None:
     """Requests that grow at the same time with few blocks. Two of them are aborted in flight."""
     options = {"threshold": "20", "rotate": "token"}
     cluster = Cluster(Setup(num_instances=num_instances, num_blocks=12, block_size=8, options=options))
@@ -193,7 +193,7 @@ def test_what_rotates_by_token_gives_way_and_ends_without_a_trace(num_instances:
         assert request.output == (expected[: len(request.output)] if request in gone else expected)
 
 
-def test_what_rotates_by_token_waits_for_those_before_it() -> None:
+def test_rotation_by_token_waits_for_older_requests() -> None:
     """Its home is full of an older request's blocks: to compute all again, and again, would not help."""
     options = {"threshold": "50", "rotate": "token"}
     cluster = Cluster(Setup(num_instances=2, num_blocks=4, options=options))

@@ -37,7 +37,7 @@ def reasons(tracked: Sequence[RequestState]) -> list[str | None]:
     return [choice.request.finish_reason for one in tracked for choice in one.choices]
 
 
-def test_groups_are_yielded_as_they_finish_and_taken_as_there_is_room(llm: LLM) -> None:
+def test_groups_are_yielded_as_they_finish_and_taken_below_the_limit(llm: LLM) -> None:
     order: list[int] = []
     taken: list[int] = []
     for tag, tracked in llm.finish_each(groups(llm, [200, 2, 2, 0, 2], taken), max_groups=2):
@@ -47,7 +47,7 @@ def test_groups_are_yielded_as_they_finish_and_taken_as_there_is_room(llm: LLM) 
     assert order == [1, 2, 3, 4, 0], "the long request delays no other"
 
 
-def test_a_prompt_that_waits_keeps_others_from_being_taken(llm: LLM) -> None:
+def test_no_group_is_taken_while_a_prompt_waits(llm: LLM) -> None:
     taken: list[int] = []
     steps = llm.finish_each(groups(llm, [1, 1, 1, 1], taken), max_groups=9, max_waiting_tokens=1)
     assert next(steps)[0] == 0
@@ -55,7 +55,7 @@ def test_a_prompt_that_waits_keeps_others_from_being_taken(llm: LLM) -> None:
     assert [tag for tag, _ in steps] == [1, 2, 3]
 
 
-def test_a_group_can_be_put_off_until_others_have_tokens(llm: LLM) -> None:
+def test_a_group_can_be_delayed_until_another_has_tokens(llm: LLM) -> None:
     tokens = [0]
 
     def later() -> Iterator[tuple[str, list[EngineRequest]] | None]:
@@ -73,7 +73,7 @@ def test_a_group_can_be_put_off_until_others_have_tokens(llm: LLM) -> None:
     assert fifth_s <= late.arrival_s <= early.arrival_s + early.ttft_s + sum(early.tbt_s)
 
 
-def test_groups_of_several_jobs_give_what_generate_gives(llm: LLM) -> None:
+def test_groups_of_several_jobs_equal_generate(llm: LLM) -> None:
     prompts = [[7, 8, 9], [10, 11], [12, 13, 14, 15]]
     params = SamplingParams(temperature=0, max_tokens=5)
     made = [llm.input_processor.process(prompt, params) for prompt in prompts]
@@ -82,7 +82,7 @@ def test_groups_of_several_jobs_give_what_generate_gives(llm: LLM) -> None:
     assert outputs == [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
-def test_who_leaves_early_leaves_nothing_behind(llm: LLM) -> None:
+def test_a_closed_iterator_frees_its_requests(llm: LLM) -> None:
     free = num_free_blocks(llm)
     steps = llm.finish_each(groups(llm, [1, 900, 900], []), max_groups=3)
     assert next(steps)[0] == 0
@@ -91,7 +91,7 @@ def test_who_leaves_early_leaves_nothing_behind(llm: LLM) -> None:
     assert [tag for tag, _ in llm.finish_each(groups(llm, [1, 1], []), max_groups=3)] == [0, 1]
 
 
-def test_abort_ends_what_is_under_way_and_takes_no_more(llm: LLM) -> None:
+def test_abort_ends_the_groups_in_flight_and_takes_no_more(llm: LLM) -> None:
     taken: list[int] = []
     steps = llm.finish_each(groups(llm, [1, 900, 900, 900, 900, 900], taken), max_groups=3)
     assert next(steps)[0] == 0

@@ -82,7 +82,9 @@ def test_a_worker_is_killed_in_mid_swap(tiny: Path, oracle: Oracle, monkeypatch:
         assert request.output == oracle.complete(request.prompt, 40).token_ids
 
 
-def test_another_turn_finds_what_the_devices_have_forgotten(engines: Engines, tiny: Path, oracle: Oracle) -> None:
+def test_the_next_turn_reads_host_blocks_that_devices_have_evicted(
+    engines: Engines, tiny: Path, oracle: Oracle
+) -> None:
     llm = engines(tiny, parallel="1", num_gpu_blocks_override=12, **HOST)
     first, over, more = prompts_of(120, 150, 20)
     [output] = assert_all_exact(llm, oracle, [first])

@@ -122,7 +122,7 @@ def test_a_decode_moves_queries_and_partial_results(engines: Engines, tiny: Path
 
 
 @pytest.mark.parametrize("policy", GROUPS)
-def test_turns_and_choices_share_what_a_group_has_on_hosts(
+def test_turns_and_choices_share_host_blocks_of_a_group(
     engines: Engines, tiny: Path, oracle: Oracle, policy: str
 ) -> None:
     llm = engines(tiny, parallel="2", **(HOST | {"policy": policy}))
@@ -139,7 +139,7 @@ def test_turns_and_choices_share_what_a_group_has_on_hosts(
 
 
 @pytest.mark.parametrize("policy", GROUPS)
-def test_a_group_gives_way(engines: Engines, tiny: Path, oracle: Oracle, policy: str) -> None:
+def test_a_group_is_preempted_and_resumes(engines: Engines, tiny: Path, oracle: Oracle, policy: str) -> None:
     """The host holds one and a half of them."""
     llm = engines(tiny, parallel="2", **(HOST | {"policy": policy, "host_kv_gib": 0.0003}))
     prompts = prompts_of(270, 260, 30)

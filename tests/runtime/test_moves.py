@@ -274,7 +274,7 @@ def test_a_source_that_dies(folders: dict[str, Path]) -> None:
             cluster.wait(move.number)
 
 
-def test_the_end_comes_in_mid_move(folders: dict[str, Path]) -> None:
+def test_workers_end_in_mid_move(folders: dict[str, Path]) -> None:
     """The target does not wait for lost messages. The source, which is stopped, is killed."""
     with workers(folders["9 on 3"], Instances.of("1", "1"), launch=ProcessLauncher) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))

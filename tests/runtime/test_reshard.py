@@ -79,7 +79,7 @@ def test_another_spec_in_mid_stream(
         service.close()
 
 
-def test_what_does_not_fit_is_refused(tiny: Path) -> None:
+def test_a_fleet_that_is_too_large_is_refused(tiny: Path) -> None:
     service = make_service(tiny, parallel="2", policy="chunked", **HOST)
     try:
         with pytest.raises(ParameterError, match="13xpp5 takes 65 ranks, but a fleet grows to at most 64: start"):
@@ -179,7 +179,7 @@ def test_an_engine_of_python_takes_another_spec(tiny: Path, oracle: Oracle) -> N
 
 @pytest.mark.parametrize("policy", ["chunked", "context"])
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_the_others_go_on_without_a_lost_instance(tiny: Path, oracle: Oracle, lost: int, policy: str) -> None:
+def test_requests_continue_after_an_instance_is_lost(tiny: Path, oracle: Oracle, lost: int, policy: str) -> None:
     service = make_service(tiny, parallel="3", policy=policy, **HOST)
     try:
         engine = service.engine

@@ -141,13 +141,13 @@ def test_another_run_begins_where_the_last_has_ended(engines: Engines, odd: Path
         ({"host_kv_gib": 0.0}, "host_kv_gib must be above 0"),
     ],
 )
-def test_what_cannot_be_is_refused(odd: Path, given: dict[str, Any], problem: str) -> None:
+def test_invalid_options_are_refused(odd: Path, given: dict[str, Any], problem: str) -> None:
     wanted = {"policy": "seesaw", "prefill_parallel": "pp2", "decode_parallel": "tp2", "host_kv_gib": 0.01}
     with pytest.raises(ParameterError, match=problem):
         ThreadLLM(str(odd), skip_tokenizer_init=True, **wanted | given)
 
 
-def test_a_prompt_that_the_host_has_no_room_for_is_refused(engines: Engines, odd: Path) -> None:
+def test_a_prompt_beyond_the_host_pool_is_refused(engines: Engines, odd: Path) -> None:
     llm = turning(engines, odd, "pp2 tp2")
     with pytest.raises(ValueError, match="maximum context length is 240 tokens"):
         llm.generate(prompts_of(250), LONG, use_tqdm=False)

@@ -39,7 +39,7 @@ def test_clusters_change_where_that_pays(
 
 
 @pytest.mark.parametrize(("host_kv_gib", "changes"), [(0.02, True), (0.0003, False)])
-def test_small_hosts_cut_batches_where_others_wait(
+def test_phases_change_only_if_the_host_holds_a_large_batch(
     tiny: Path, oracle: Oracle, host_kv_gib: float, changes: bool
 ) -> None:
     """Decodes are a little quicker on the second cluster. The host limits the number of concurrent requests."""

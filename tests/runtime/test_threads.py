@@ -486,7 +486,7 @@ def test_event_loops_of_several_threads_share_an_engine(
     assert max(len(step.parts) for step in steps) > 1
 
 
-def test_a_loop_that_is_closed_ends_its_requests_and_no_others(async_llm: ThreadAsyncLLM) -> None:
+def test_a_closed_event_loop_ends_only_its_own_requests(async_llm: ThreadAsyncLLM) -> None:
     loop = asyncio.new_event_loop()
     abandoned = async_llm.generate([5, 6, 7], ENDLESS, "abandoned")
     loop.run_until_complete(anext(abandoned))

@@ -37,7 +37,7 @@ def test_a_request_longer_than_its_device() -> None:
     assert max(sum(part.hosted) for part in cluster.parts_of(request)) >= 229 // 4 - 6
 
 
-def test_no_more_goes_to_the_host_than_the_device_lacks_room_for() -> None:
+def test_only_blocks_beyond_the_device_pool_are_offloaded() -> None:
     cluster = Cluster(replace(SMALL, num_blocks=40))
     request = cluster.add(range(180), max_tokens=1)
     cluster.run()
@@ -45,7 +45,7 @@ def test_no_more_goes_to_the_host_than_the_device_lacks_room_for() -> None:
     assert request.metrics.num_computed_tokens == 180
 
 
-def test_all_there_is_room_for() -> None:
+def test_the_longest_prompt_fills_device_and_host_pools() -> None:
     cluster = Cluster(SMALL)
     capacity = (6 + 60) * 4
     with pytest.raises(ContextLengthError, match=f"maximum context length is {capacity} tokens"):
@@ -56,7 +56,7 @@ def test_all_there_is_room_for() -> None:
 
 
 @pytest.mark.parametrize("policy", ["runahead", "csps"])
-def test_other_policies_refuse_it(policy: str) -> None:
+def test_policies_that_read_no_host_blocks_refuse_a_prompt_beyond_the_devices(policy: str) -> None:
     cluster = Cluster(replace(SMALL, num_instances=2, policy=policy))
     with pytest.raises(ContextLengthError, match="maximum context length is 48 tokens"):
         cluster.add(range(60))
@@ -92,7 +92,7 @@ def test_members_on_two_hosts_read_their_own(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", GROUPS)
-def test_a_group_has_room_for_all_there_is(policy: str) -> None:
+def test_the_longest_prompt_of_a_group_fills_all_pools(policy: str) -> None:
     cluster = Cluster(replace(SMALL, num_instances=4, policy=policy, locations=TWO_HOSTS, host_blocks=(20, 20)))
     capacity = (4 * 6 + 2 * 20) * 4
     with pytest.raises(ContextLengthError, match=f"maximum context length is {capacity} tokens"):
@@ -103,7 +103,7 @@ def test_a_group_has_room_for_all_there_is(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", GROUPS)
-def test_the_next_turn_reads_what_a_group_has_on_hosts(policy: str) -> None:
+def test_the_next_turn_reads_host_blocks_of_a_group(policy: str) -> None:
     cluster = Cluster(replace(SMALL, num_instances=2, policy=policy))
     first = cluster.add(range(150), max_tokens=9)
     cluster.run()
@@ -115,7 +115,7 @@ def test_the_next_turn_reads_what_a_group_has_on_hosts(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", GROUPS)
-def test_short_requests_go_on_beside_a_group(policy: str) -> None:
+def test_short_requests_progress_during_a_long_answer_of_a_group(policy: str) -> None:
     cluster = Cluster(replace(SMALL, num_instances=2, policy=policy, num_blocks=16, host_blocks=(80,)))
     long = cluster.add(range(180), max_tokens=60)
     while not long.output:
@@ -127,7 +127,7 @@ def test_short_requests_go_on_beside_a_group(policy: str) -> None:
 
 
 @pytest.mark.parametrize(("policy", "num_instances"), [("chunked", 1), ("context", 2), ("auto", 2), ("tetris", 2)])
-def test_blocks_come_back_once_devices_have_room(policy: str, num_instances: int) -> None:
+def test_host_blocks_are_loaded_once_device_blocks_are_free(policy: str, num_instances: int) -> None:
     """Others have ended that had filled the devices; what comes back is read there."""
     cluster = Cluster(
         replace(SMALL, num_instances=num_instances, policy=policy, num_blocks=40, host_blocks=(200,), max_num_seqs=4)
@@ -143,7 +143,7 @@ def test_blocks_come_back_once_devices_have_room(policy: str, num_instances: int
     assert any(swap.way == "in" and swap.request_id == long.id for swap in cluster.swaps)
 
 
-def test_workers_are_lost_while_a_step_reads_what_has_come_back() -> None:
+def test_host_blocks_that_a_lost_step_reads_are_freed() -> None:
     """The blocks on the host that the step still reads are free afterwards."""
     cluster = Cluster(replace(SMALL, policy="chunked", num_blocks=40, host_blocks=(200,), max_num_seqs=4))
     others = cluster.add([0] * 60, max_tokens=60)
@@ -175,14 +175,14 @@ def test_a_prompt_of_several_steps_is_admitted_during_a_long_decode(policy: str,
 
 
 @pytest.mark.parametrize("policy", GROUPS)
-def test_tokens_that_rotate_leave_hosts_out(policy: str) -> None:
+def test_rotation_by_token_reads_no_host_blocks(policy: str) -> None:
     options = {"rotate": "token"}
     cluster = Cluster(replace(SMALL, num_instances=2, policy=policy, options=options))
     with pytest.raises(ContextLengthError, match="maximum context length is 48 tokens"):
         cluster.add(range(60))
 
 
-def test_short_requests_go_on_beside_the_answer_of_a_long_one() -> None:
+def test_short_requests_progress_during_a_long_answer() -> None:
     """It gives them room on the device, and nobody loses KV."""
     cluster = Cluster(replace(SMALL, num_blocks=16))
     long = cluster.add(range(100), max_tokens=60)
@@ -195,7 +195,7 @@ def test_short_requests_go_on_beside_the_answer_of_a_long_one() -> None:
     assert not any(one.metrics.num_preemptions for one in (long, *short))
 
 
-def test_the_next_turn_finds_what_the_host_has_and_moves_nothing() -> None:
+def test_the_next_turn_reads_host_blocks_without_loading_them() -> None:
     cluster = Cluster(SMALL)
     first = cluster.add(range(120), max_tokens=9)
     cluster.run()
@@ -207,7 +207,7 @@ def test_the_next_turn_finds_what_the_host_has_and_moves_nothing() -> None:
     assert not any(swap.way == "in" for swap in cluster.swaps[num_swaps:])
 
 
-def test_it_waits_for_nobody_who_runs() -> None:
+def test_a_turn_with_host_blocks_is_not_delayed_by_running_requests() -> None:
     """Since it needs little room on the device for what the host has."""
     cluster = Cluster(replace(SMALL, num_blocks=20))
     first = cluster.add(range(120), max_tokens=9)
@@ -232,7 +232,7 @@ def test_a_device_of_one_block() -> None:
     assert turn.metrics.num_cached_tokens == 68
 
 
-def test_who_runs_does_not_give_way_to_what_others_gave_up() -> None:
+def test_a_running_request_is_not_preempted_when_others_fill_the_host() -> None:
     """The first request outgrows the device while the host is full of what those behind it had."""
     cluster = Cluster(replace(SMALL, num_blocks=12, host_blocks=(8,), max_num_batched_tokens=64))
     first = cluster.add(range(8), max_tokens=60)
@@ -243,7 +243,7 @@ def test_who_runs_does_not_give_way_to_what_others_gave_up() -> None:
     assert first.metrics.num_preemptions == 0
 
 
-def test_others_go_ahead_while_it_waits_for_room() -> None:
+def test_short_steps_run_ahead_while_a_long_prompt_waits_for_blocks() -> None:
     """The device has no room for two of its chunks beside them."""
     cluster = Cluster(replace(SMALL, num_blocks=5))
     short = cluster.add([1, 2], max_tokens=6)
@@ -266,7 +266,7 @@ def test_the_device_keeps_the_end_of_a_long_prefix() -> None:
     assert cluster.parts_of(turn)[0].hosted[0] == 128 // 4 - (20 - 3)
 
 
-def test_what_waits_on_the_host_gives_way_to_who_runs() -> None:
+def test_host_blocks_of_preempted_requests_are_evicted_for_a_running_request() -> None:
     """A crowd that is preempted fills the host; the long request that came first needs the room."""
     cluster = Cluster(replace(SMALL, num_blocks=30, host_blocks=(40,), max_num_batched_tokens=64))
     others = [cluster.add([number] * 30, max_tokens=60) for number in range(3)]
@@ -276,7 +276,7 @@ def test_what_waits_on_the_host_gives_way_to_who_runs() -> None:
     assert all(one.output == cluster.expected_output(one) for one in (long, *others, *more))
 
 
-def test_answers_to_a_long_prompt_share_what_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_to_a_long_prompt_share_its_host_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(replace(SMALL, num_blocks=12))
     params = {"n": 3, "temperature": 1.0, "seed": 1, "max_tokens": 20}
     first = cluster.add(range(100), **params)
@@ -338,7 +338,7 @@ def tight(draw: st.DrawFn, policy: str, num_instances: int) -> Setup:
 @pytest.mark.parametrize(("policy", "num_instances"), POLICIES)
 @settings(RANDOM_RUNS, max_examples=60)
 @given(st.data())
-def test_any_workload_ends_as_it_should(policy: str, num_instances: int, data: st.DataObject) -> None:
+def test_any_workload_ends_lawfully(policy: str, num_instances: int, data: st.DataObject) -> None:
     setup, work = data.draw(tight(policy, num_instances)), data.draw(st.lists(jobs(), min_size=1, max_size=8))
     assert_lawful(play(setup, work, random.Random(data.draw(st.integers(0, 99)))))
 
