@@ -36,7 +36,7 @@ def new_request(prompt: tuple[int, ...], *, rope_length: int = 0, number: int = 
 
 
 class Accounting(sf.RuleBasedStateMachine):
-    """Requests come, compute, grow and go. A model keeps what each slot of each block holds."""
+    """Admits, computes, extends and frees requests. `slots` models the content of each slot of each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
     assert pool.is_adoptable(block, 2, num_lost=0) and pool.find_common_prefix(ROOT, (1, 2, 3)) == (block, 2)
     pool.adopt(block)
     pool.release(block)
-    assert pool.find_common_prefix(ROOT, (1, 2, 3)) == (-1, 0), "what was taken over is no longer known"
+    assert pool.find_common_prefix(ROOT, (1, 2, 3)) == (-1, 0), "an adopted block is not offered"
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
 def test_a_content_takes_the_place_of_its_beginning(
     begun: tuple[int, ...], tokens: tuple[int, ...], takes_over: bool
 ) -> None:
-    """Unless somebody uses it."""
+    """Unless a request uses the block."""
     pool = new_pool()
     [block] = pool.allocate(1)
     pool.publish(block, Content(ROOT, begun))
@@ -346,7 +346,7 @@ def test_the_longest_common_prefix_is_found(
 
 
 def turn(account: KvAccount, prompt: tuple[int, ...], num_output: int, group: tuple[int, ...] = (0,)) -> Request:
-    """Runs a request from admission to release; its answer is always 7s."""
+    """Run a request from admission to release. Its answer is always 7s."""
     request = new_request(prompt, size=account.block_size)
     hit = account.match(request, group)
     account.take(request, hit)
@@ -383,7 +383,7 @@ def test_a_stranger_that_begins_alike_does_not_take_a_conversation_away() -> Non
 
 @pytest.mark.parametrize("size", [4, 16, 256])
 def test_prompts_share_a_prefix_of_any_length(size: int) -> None:
-    """A system prompt is no multiple of a block; each conversation keeps its own tail, also while another one runs."""
+    """A system prompt is no multiple of a block. Each conversation keeps its own tail, also while another one runs."""
     account, system = KvAccount([64], block_size=size), tuple(range(1, 159))
     first = turn(account, (*system, *range(200, 230)), 5)
     second = turn(account, (*system, *range(300, 340)), 5)
@@ -412,7 +412,7 @@ def test_no_block_is_copied_for_a_few_tokens_or_without_a_free_block() -> None:
 
 
 def test_a_conversation_is_evicted_from_its_end() -> None:
-    """What is left of it can still be used; without its first block nothing could."""
+    """The remaining blocks can still be used. Without its first block none could."""
     account = KvAccount([6] * 1, block_size=4)
     first = turn(account, tuple(range(16)), 1)
     turn(account, tuple(range(100, 112)), 1)

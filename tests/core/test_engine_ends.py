@@ -201,7 +201,7 @@ def test_choices_do_not_wait_for_an_aborted_choice() -> None:
 
 
 def test_ranks_learn_every_output_token_of_a_request_with_penalties() -> None:
-    """In order, once per admission, and in time: the sampling rank knows all tokens except the one that it computes."""
+    """In order, once per admission, and in time: the sampling rank has all tokens except the token that it computes."""
     cluster = Cluster(Setup(num_instances=2, num_blocks=6, block_size=4, options={"threshold": "12"}))
     requests = [cluster.add([n] * 13, max_tokens=14, repetition_penalty=1.5) for n in range(4)]
     plain = cluster.add([9] * 5, max_tokens=9)

@@ -1,4 +1,4 @@
-"""Requests that outgrow their device: their oldest blocks go to the host, and are read there."""
+"""Requests that outgrow their device: their oldest blocks are offloaded to the host, and attention reads them there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from longspan.core.steps import MoveKV, Step
 from longspan.policy.registry import make_policy
 
 SMALL = Setup(num_blocks=6, block_size=4, policy="chunked", max_num_batched_tokens=8, host_blocks=(60,))
-"""Room for 24 tokens on the device, and 240 on the host."""
+"""24 tokens fit on the device, and 240 on the host."""
 TWO_HOSTS = locations_of_ranks(4, "2")
 
 
@@ -68,7 +68,7 @@ GROUPS = ["context", "tetris", "auto"]
 @pytest.mark.parametrize("policy", GROUPS)
 @pytest.mark.parametrize("num_instances", [2, 3])
 def test_a_request_longer_than_all_devices(policy: str, num_instances: int) -> None:
-    """Three times as long. Members share what is on their host."""
+    """Three times as long. Members of a group share the pool of their host."""
     cluster = Cluster(replace(SMALL, num_instances=num_instances, policy=policy, host_blocks=(100,)))
     most = 24 * num_instances
     request = cluster.add(range(3 * most), max_tokens=30)
@@ -128,7 +128,7 @@ def test_short_requests_progress_during_a_long_answer_of_a_group(policy: str) ->
 
 @pytest.mark.parametrize(("policy", "num_instances"), [("chunked", 1), ("context", 2), ("auto", 2), ("tetris", 2)])
 def test_host_blocks_are_loaded_once_device_blocks_are_free(policy: str, num_instances: int) -> None:
-    """Others have ended that had filled the devices; what comes back is read there."""
+    """The devices are full until other requests end. The long request then reads its loaded blocks on devices."""
     cluster = Cluster(
         replace(SMALL, num_instances=num_instances, policy=policy, num_blocks=40, host_blocks=(200,), max_num_seqs=4)
     )
@@ -144,7 +144,7 @@ def test_host_blocks_are_loaded_once_device_blocks_are_free(policy: str, num_ins
 
 
 def test_host_blocks_that_a_lost_step_reads_are_freed() -> None:
-    """The blocks on the host that the step still reads are free afterwards."""
+    """The step still reads host blocks of which device copies were loaded. They are freed although the step is lost."""
     cluster = Cluster(replace(SMALL, policy="chunked", num_blocks=40, host_blocks=(200,), max_num_seqs=4))
     others = cluster.add([0] * 60, max_tokens=60)
     while not others.output:
@@ -162,7 +162,7 @@ def test_host_blocks_that_a_lost_step_reads_are_freed() -> None:
 
 @pytest.mark.parametrize(("policy", "num_instances"), [("chunked", 1), ("context", 2)])
 def test_a_prompt_of_several_steps_is_admitted_during_a_long_decode(policy: str, num_instances: int) -> None:
-    """Spills free all blocks of the first waiting request, one step at a time."""
+    """Offloads free the blocks that the first waiting request needs, one step at a time."""
     cluster = Cluster(replace(SMALL, num_instances=num_instances, policy=policy, num_blocks=16, host_blocks=(120,)))
     long = cluster.add(range(200), max_tokens=120)
     while not long.output:
@@ -183,7 +183,7 @@ def test_rotation_by_token_reads_no_host_blocks(policy: str) -> None:
 
 
 def test_short_requests_progress_during_a_long_answer() -> None:
-    """It gives them room on the device, and nobody loses KV."""
+    """Its blocks are offloaded to free device blocks, and no request is preempted."""
     cluster = Cluster(replace(SMALL, num_blocks=16))
     long = cluster.add(range(100), max_tokens=60)
     while not long.output:
@@ -208,7 +208,7 @@ def test_the_next_turn_reads_host_blocks_without_loading_them() -> None:
 
 
 def test_a_turn_with_host_blocks_is_not_delayed_by_running_requests() -> None:
-    """Since it needs little room on the device for what the host has."""
+    """A turn whose prefix lies on the host needs few device blocks."""
     cluster = Cluster(replace(SMALL, num_blocks=20))
     first = cluster.add(range(120), max_tokens=9)
     cluster.run()
@@ -222,7 +222,7 @@ def test_a_turn_with_host_blocks_is_not_delayed_by_running_requests() -> None:
 
 
 def test_a_device_of_one_block() -> None:
-    """The end of the turn before is in it, and is written on in."""
+    """It holds the end of the previous turn, and the next turn writes on in it."""
     cluster = Cluster(replace(SMALL, num_blocks=1, block_size=16, max_num_batched_tokens=64))
     first = cluster.add(range(60), max_tokens=9)
     cluster.run()
@@ -232,8 +232,8 @@ def test_a_device_of_one_block() -> None:
     assert turn.metrics.num_cached_tokens == 68
 
 
-def test_a_running_request_is_not_preempted_when_others_fill_the_host() -> None:
-    """The first request outgrows the device while the host is full of what those behind it had."""
+def test_a_running_request_is_not_preempted_when_later_requests_fill_the_host() -> None:
+    """The first request outgrows the device while the host is full of blocks of later requests."""
     cluster = Cluster(replace(SMALL, num_blocks=12, host_blocks=(8,), max_num_batched_tokens=64))
     first = cluster.add(range(8), max_tokens=60)
     others = [cluster.add([number] * 8, max_tokens=20) for number in range(3)]
@@ -244,7 +244,7 @@ def test_a_running_request_is_not_preempted_when_others_fill_the_host() -> None:
 
 
 def test_short_steps_run_ahead_while_a_long_prompt_waits_for_blocks() -> None:
-    """The device has no room for two of its chunks beside them."""
+    """The device cannot hold two chunks of the long prompt in addition to the short request."""
     cluster = Cluster(replace(SMALL, num_blocks=5))
     short = cluster.add([1, 2], max_tokens=6)
     long = cluster.add(range(100), max_tokens=2)
@@ -257,7 +257,7 @@ def test_short_steps_run_ahead_while_a_long_prompt_waits_for_blocks() -> None:
 
 
 def test_the_device_keeps_the_end_of_a_long_prefix() -> None:
-    """As far as it leaves room for a step."""
+    """As many blocks as leave enough for a step."""
     cluster = Cluster(replace(SMALL, num_blocks=20))
     first = cluster.add(range(120), max_tokens=9)
     cluster.run()
@@ -267,7 +267,7 @@ def test_the_device_keeps_the_end_of_a_long_prefix() -> None:
 
 
 def test_host_blocks_of_preempted_requests_are_evicted_for_a_running_request() -> None:
-    """A crowd that is preempted fills the host; the long request that came first needs the room."""
+    """Preempted requests fill the host. The long request, which arrived before half of them, needs host blocks."""
     cluster = Cluster(replace(SMALL, num_blocks=30, host_blocks=(40,), max_num_batched_tokens=64))
     others = [cluster.add([number] * 30, max_tokens=60) for number in range(3)]
     long = cluster.add(range(200), max_tokens=20)
@@ -281,19 +281,21 @@ def test_answers_to_a_long_prompt_share_its_host_blocks(monkeypatch: pytest.Monk
     params = {"n": 3, "temperature": 1.0, "seed": 1, "max_tokens": 20}
     first = cluster.add(range(100), **params)
     others = [cluster.follow(first, choice) for choice in (1, 2)]
-    submit, num_spilled = cluster.executor.submit, 0
+    submit, num_offloaded = cluster.executor.submit, 0
 
     def check(step: Step) -> None:
-        nonlocal num_spilled
+        nonlocal num_offloaded
         submit(step)
         if isinstance(step, MoveKV) and (copy := cluster.engine.kv.swaps.copies._copies[step.number]).owner is not None:
             pool = cluster.engine.kv.pool(0)
-            assert all(pool.references(ref.block) == 1 for ref in copy.pinned), "what others read stays"
-            num_spilled += len(copy.pinned)
+            assert all(pool.references(ref.block) == 1 for ref in copy.pinned), (
+                "blocks with other readers stay on the device"
+            )
+            num_offloaded += len(copy.pinned)
 
     monkeypatch.setattr(cluster.executor, "submit", check)
     cluster.run()
-    assert num_spilled > 0
+    assert num_offloaded > 0
     assert all(one.output == cluster.expected_output(one) for one in (first, *others))
     assert all(one.metrics.num_cached_tokens >= 80 for one in others)
 
@@ -306,7 +308,7 @@ def test_workers_lost_while_blocks_lie_on_the_host() -> None:
     cluster.restart()
     cluster.run()
     assert request.output == cluster.expected_output(request)
-    assert request.metrics.num_computed_tokens < 2 * 150 - 40, "what had come to the host is not computed anew"
+    assert request.metrics.num_computed_tokens < 2 * 150 - 40, "tokens of host blocks are not computed again"
 
 
 POLICIES = [
@@ -362,8 +364,9 @@ def test_workers_are_lost_at_any_time(policy: str, num_instances: int, data: st.
 
 @pytest.mark.full
 def test_random_operations_change_no_answer() -> None:
-    """2,000 answers at least, among losses of workers and re-shards: each is that of a run alone, or its beginning if
-    a smaller cluster had no room for more.
+    """At least 2,000 answers, among losses of workers and re-shards, equal those of runs alone.
+
+    An answer is a prefix of that if a smaller cluster could not hold more.
     """
     num_answers = num_hosted = num_reshards = seed = 0
     while num_answers < 2000 or num_hosted < 1000 or num_reshards < 50:
@@ -407,7 +410,7 @@ def _random_run(draw: random.Random) -> tuple[Cluster, list[Request]]:
             left, length = left - 1, draw.randint(1, max(1, longest - 1))
             same = draw.choice([0, 0, length // 2, length])
             prompt = shared[:same] + [draw.randrange(99) for _ in range(length - same)]
-            with suppress(ContextLengthError):  # a smaller cluster has no room for it
+            with suppress(ContextLengthError):  # a smaller cluster cannot hold it
                 requests.append(cluster.add(prompt, max_tokens=draw.randint(1, 20)))
                 requests += [cluster.follow(requests[-1], 1)] if draw.random() < 0.2 else []
         if not (left or cluster.engine.has_unfinished):

@@ -410,7 +410,7 @@ def test_the_most_recently_admitted_lose_reserved_blocks() -> None:
     assert holders_to_release(1, everyone) == [late]
     assert holders_to_release(0, everyone) == [late, coming], "one is for the first; all of the second's are its own"
     assert holders_to_release(-1, everyone) == [late, coming, second]
-    assert holders_to_release(0, [first]) == [], "nobody gives way to one that came later, or to itself"
+    assert holders_to_release(0, [first]) == [], "no reservation is released for a later request, or for its own"
     assert holders_to_release(0, [second, first._replace(needs_block=False)]) == []
 
 

@@ -1,8 +1,8 @@
-"""Compiles the Triton kernels that the kernel tests run, many at a time; `tools/gpu_check.py` sets the paths it needs.
+"""Compile the Triton kernels of the kernel tests, many at a time. `tools/gpu_check.py` sets the paths it needs.
 
 Each case of `kernel_cases.triton_cases` is run once in a pool of processes, which leaves its kernels in Triton's cache
-on disk. A result that differs is not an error here, since the tests report it; a kernel that cannot be compiled or
-started is. The exit code is then 1.
+on disk. A result that differs is not an error here, since the tests report it. If a kernel cannot be compiled or
+started, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_PROCESSES = 12
 
 
 def main() -> int:
-    """Runs all cases; returns the exit code."""
+    """Run all cases and return the exit code."""
     cases, begun_s = triton_cases(), time.monotonic()
     errors = run(cases)
     compiled = len([*Path(triton.knobs.cache.dir).rglob("*.cubin")])
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def run(cases: dict[str, Callable[[], None]]) -> dict[str, str]:
-    """Runs cases in processes that are forked from this one, which has not touched the device; returns what failed."""
+    """Run cases in processes forked from this one, which has not touched the device. Return the errors by case."""
     processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(cases))
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"), initializer=_quiet) as pool:
         futures = {pool.submit(_error_of, case): name for name, case in cases.items()}

@@ -35,7 +35,7 @@ PARALLEL: dict[str, dict[str, Any]] = {
 
 
 def families() -> Iterator[Any]:
-    """Yields all but Llama on one instance, and in turns in one more way; other ways are `full`."""
+    """Yield each family but Llama on one instance, and in one more way of `PARALLEL`. The remaining ways are `full`."""
     first, *others = PARALLEL
     for family, turn in zip([name for name in TINY if name != "llama"], itertools.cycle(others), strict=False):
         for parallel in PARALLEL:
@@ -95,7 +95,7 @@ def test_tokens_of_every_family(
 
 
 def check(model: str | Path, oracle: Oracle, **options: Any) -> None:
-    """Compares tokens, and logits within the tolerance, of prompts of several chunks with those on the CPU."""
+    """Compare tokens, and logits within the tolerance, of prompts of several chunks with results on the CPU."""
     prompts = [[1 + (7 * i + length) % 190 for i in range(length)] for length in (1, 40, 150)]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_logits=True)
     with LLM(

@@ -74,7 +74,7 @@ def test_staged_pieces_are_complete_while_earlier_ones_are_read(sizes: list[int]
     for number in range(len(pieces)):
         begin(number + 1)
         k, v = staging.end(number % 2)
-        torch.cuda._sleep(10_000_000)  # what reads it begins late
+        torch.cuda._sleep(10_000_000)  # the reader begins late
         sums.append((k.double().sum() - v.double().sum()).reshape(1))
     wanted = torch.stack([piece[0].double().sum() - piece[1].double().sum() for piece in pieces])
     torch.testing.assert_close(torch.cat(sums).cpu(), wanted)

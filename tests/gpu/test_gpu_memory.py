@@ -1,4 +1,4 @@
-"""What a CUDA device has room for: pools of KV as large as its workers measure, and dummy weights that it draws."""
+"""Memory of a CUDA device: KV pools as large as its workers measure, and dummy weights that it draws."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_pools_fill_the_device_and_full_steps_still_fit(shape: Path, parallel: s
         pools = sum(cluster.num_blocks) * llm.service.block_bytes
         left, _ = torch.cuda.mem_get_info(0)
         assert pools > (free - total // 10) // 2
-        assert left > total // 20, "a tenth is kept, and activations lie in it and in what the step took"
+        assert left > total // 20, "a tenth is kept, and activations lie in it and in the memory of the step"
         num_tokens = llm.engine.config.max_num_batched_tokens * cluster.num_instances
         everything = SamplingParams(temperature=1.0, top_p=0.5, max_tokens=4, ignore_eos=True, logprobs=5, seed=1)
         prompts = [[3 + (i * 7 + j) % 30000 for i in range(num_tokens // 16)] for j in range(64)]
@@ -59,7 +59,7 @@ def test_pools_fill_the_device_and_full_steps_still_fit(shape: Path, parallel: s
 def test_dummy_weights_of_8b_are_there_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a file nor the host's memory has them, and shares are slices of the whole on a device, too.
 
-    A file of them is written in minutes. The limit is what a busy machine may take to build the modules.
+    A file of them is written in minutes. The limit is the time in which a busy machine builds the modules.
     """
     monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
     larger = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}

@@ -50,7 +50,7 @@ def test_a_prompt_that_grows_and_is_decoded_elsewhere(model: str, request: pytes
 
 
 def test_kv_of_a_long_request_moves_to_several_decode_instances(tiny: Path, oracle: Oracle) -> None:
-    """Of policy `csps` with roles: its KV goes from two processes to two others, together with a short request."""
+    """Of policy `csps` with roles: its KV moves from two processes to two processes, together with a short request."""
     prompts = [
         [5 + token % 190 for token in topic_tokens()[first : first + size]] for first, size in ((0, 300), (300, 20))
     ]

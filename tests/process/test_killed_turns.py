@@ -191,7 +191,7 @@ def test_a_batch_whose_worker_is_killed_is_completed_by_the_next_run(
 def test_a_batch_that_is_killed_is_completed_by_the_next_run(
     odd: Path, odd_oracle: Oracle, tmp_path: Path, whom: str
 ) -> None:
-    """Workers are outside the group and end by themselves. If all are killed, a folder of sockets stays."""
+    """Workers are outside the group and end when their controller is gone. If all are killed, their sockets stay."""
     before, prompts = left_names(), prompts_of(2 * LENGTHS)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_requests(source, prompts, MAX_TOKENS)

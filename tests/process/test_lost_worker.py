@@ -183,7 +183,7 @@ def test_an_executor_removes_its_sockets_if_a_worker_does_not_start(monkeypatch:
 
 
 class Puppet:
-    """A worker that says what a test wants."""
+    """A worker that sends the reports of a test."""
 
     def __init__(self, launcher: Puppets, rank: int) -> None:
         self.pid, self._code, self._ended = os.getpid(), 0, threading.Event()

@@ -44,7 +44,7 @@ class Memory(NamedTuple):
 
     Attributes:
         counted_once: their own pages, and those of weights and of KV on the host, which count once for all of them.
-        resident: what each says of itself; a page that two have mapped counts twice.
+        resident: the sum of their resident sizes. A page that two have mapped counts twice.
         mapped: of weights and of KV on the host, whether they are in memory or not.
     """
 

@@ -44,7 +44,7 @@ def test_a_server_whose_owner_is_gone_does_not_finish_its_imports() -> None:
 
 
 class Silent:
-    """In place of the process of a server: it says what a test says, and ends when told to."""
+    """Replaces the process of a server. It sends the reports of a test, and ends on command."""
 
     def __init__(self, code: int | None = None) -> None:
         self.code, self.was_killed = code, False

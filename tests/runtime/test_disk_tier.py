@@ -1,4 +1,4 @@
-"""A prefix that one run has cached is found by the next: whole engines, and what becomes of files that are damaged."""
+"""A prefix that one run has stored is found by the next. Whole engines run, also with damaged files."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ SIZES = {"block_size": 16, "host_kv_gib": 0.02, "disk_kv_gib": 0.02}
 
 @contextmanager
 def running(folder: Path, disk: Path, **given: Any) -> Iterator[ThreadLLM]:
-    """Blocks of 16 tokens; the disk has room for all."""
+    """Yield an engine with blocks of 16 tokens, all of which fit on the disk."""
     with ThreadLLM(str(folder), skip_tokenizer_init=True, disk_kv_dir=str(disk), **SIZES | given) as llm:
         yield llm
 
 
 def answered(folder: Path, disk: Path, oracle: Oracle, **given: Any) -> Sequence[RequestOutput]:
-    """One run from its start to its end."""
+    """Start an engine, run the prompts and shut it down."""
     with running(folder, disk, **given) as llm:
         return assert_all_exact(llm, oracle, PROMPTS)
 
 
 def files(disk: Path) -> list[Path]:
-    """Those of blocks: seven full ones and a beginning of the one, two and a beginning of the other."""
+    """Return the files of blocks: seven and a partial one of the first prompt, two and a partial one of the second."""
     found = sorted(disk.glob("*/host-0/*.kv"))
     assert len(found) == 11
     return found
@@ -59,7 +59,7 @@ def test_another_layout_reads_stored_blocks(
 
 
 def test_each_tier_finds_the_kv_of_the_same_cache_salt_only(tiny: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """On the device in one run, on the disk in the next one; the answer does not depend on the salt."""
+    """On the device in one run, on the disk in the next one. The answer does not depend on the salt."""
 
     def cached(llm: ThreadLLM, **salt: str) -> list[int]:
         prompt: Any = {"prompt_token_ids": PROMPTS[0], **salt}
@@ -105,14 +105,14 @@ def lengthen(path: Path) -> None:
 def test_a_damaged_file_is_ignored_with_one_line(
     tiny: Path, oracle: Oracle, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
-    """What comes before it in the prompt is used."""
+    """The blocks before it in the prompt are used."""
     answered(tiny, tmp_path, oracle)
     damaged = files(tmp_path)[2]
     damage(damaged)
     assert num_cached(answered(tiny, tmp_path, oracle)) == [32, 41]
     [line] = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
     assert damaged.name in line
-    assert num_cached(answered(tiny, tmp_path, oracle)) == [107, 41], "it has been saved anew"
+    assert num_cached(answered(tiny, tmp_path, oracle)) == [107, 41], "it has been stored again"
 
 
 @pytest.mark.parametrize("position", [0, 20, 33, 40, 80, 200])
@@ -126,7 +126,7 @@ def test_any_byte_counts(tiny: Path, oracle: Oracle, tmp_path: Path, position: i
 def test_another_models_files_are_ignored(
     tiny: Path, oracle: Oracle, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beside the model's own, and even in their place."""
+    """In addition to the model's own files, and even in place of them."""
     other = make_tiny("llama", tmp_path / "other", seed=5)
     disk = tmp_path / "disk"
     answered(other, disk, Oracle(other))

@@ -194,7 +194,7 @@ def test_rotation_by_token_leaves_no_blocks_after_preemption_and_abort(num_insta
 
 
 def test_rotation_by_token_waits_for_older_requests() -> None:
-    """Its home is full of an older request's blocks: to compute all again, and again, would not help."""
+    """Its decode instance is full of an older request's blocks. Repeated preemption would not free any of them."""
     options = {"threshold": "50", "rotate": "token"}
     cluster = Cluster(Setup(num_instances=2, num_blocks=4, options=options))
     older, long = cluster.add([1] * 33, max_tokens=15), cluster.add(range(70), max_tokens=20)

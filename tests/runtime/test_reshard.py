@@ -33,7 +33,7 @@ def make_service(model: Path, launcher: type[InOrderLauncher] = InOrderLauncher,
 
 
 def run_with(service: Service, changes: dict[int, str]) -> list[Request]:
-    """Generates; takes another spec after so many engine steps, each in the middle of requests."""
+    """Generate, and change the spec after the given numbers of engine steps, in the middle of requests."""
     engine = service.engine
     requests = [engine.add(prompt, LONG) for prompt in prompts_of(3, 90, 17, 40, 61, 25)]
     num_steps = 0
@@ -62,7 +62,7 @@ def run_with(service: Service, changes: dict[int, str]) -> list[Request]:
 def test_another_spec_in_mid_stream(
     tiny: Path, oracle: Oracle, spec: str, changes: tuple[str, str], host: dict[str, float]
 ) -> None:
-    """Fewer ranks leave some idle, for more others start. With a host tier no token is computed twice."""
+    """Surplus ranks become idle, and missing ranks start. With a host tier no token is computed twice."""
     service = make_service(tiny, parallel=spec, policy="chunked", **host)
     try:
         requests = run_with(service, dict(zip((12, 24), changes, strict=True)))
@@ -244,7 +244,7 @@ def test_the_last_instance_cannot_be_done_without(tiny: Path) -> None:
 
 @pytest.mark.parametrize("lost", [0, 2, 3])
 def test_a_spare_rank_takes_the_place_of_a_lost_one(tiny: Path, oracle: Oracle, lost: int) -> None:
-    """And nobody is missing when a spare one is lost, or one that was to join."""
+    """The cluster stays complete also if a spare rank or a rank about to join is lost."""
     service = make_service(tiny, parallel="3", policy="chunked", **HOST)
     try:
         service.reshard("2")
@@ -416,7 +416,7 @@ def test_the_policy_stays_while_clusters_change(tiny: Path) -> None:
 
 
 def test_workers_lost_before_they_change(tiny: Path, oracle: Oracle) -> None:
-    """The new ones do what was asked of the others."""
+    """The restarted workers apply the change that was requested of the lost ones."""
     service = make_service(tiny, parallel="pp2", policy="chunked")
     try:
         engine = service.engine

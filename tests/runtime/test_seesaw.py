@@ -1,4 +1,4 @@
-"""Clusters take turns on the same workers, in the middle of everything: outputs stay those of one rank."""
+"""Two clusters alternate on the same workers, in the middle of requests. Outputs stay those of one rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECS = ("pp2 tp2", "2 tp2", "pp3 tp3", "pp4 tp2pp2", "pp2 3", "2xpp2 tp4", "tp2
 LONG = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, output_logits=True)
 LENGTHS = tuple(5 + 7 * number % 50 for number in range(24))
 SMALL_HOST = {"host_kv_gib": 0.00015, "num_gpu_blocks_override": 30}
-"""The odd model has room for 15 blocks on the host: a fourth of what the prompts need."""
+"""15 blocks of the odd model fit on the host, which is a fourth of the blocks of the prompts."""
 
 
 def turning(engines: Engines, model: Path, spec: str, **given: Any) -> ThreadLLM:
@@ -53,7 +53,7 @@ def test_an_odd_model(engines: Engines, odd: Path, odd_oracle: Oracle, spec: str
     assert all(one.asked_s <= one.idle_s <= one.begun_s <= one.ended_s for one in llm.engine.transitions)
     assert 10 < llm.engine.kv.counts.peak_host_blocks <= 15, "a turn fills the host"
     num_moved = sum(-(-length // 16) for length in LENGTHS)
-    assert llm.engine.kv.counts.num_swapped_blocks >= 2 * num_moved, "each leaves once, at least, and comes back"
+    assert llm.engine.kv.counts.num_swapped_blocks >= 2 * num_moved, "each is offloaded at least once, and loaded"
     assert_all_free(llm)
 
 
@@ -96,7 +96,7 @@ def _rounded(output: Any) -> object:
 
 
 def test_json_by_a_schema(engines: Engines, speaking_model: Path) -> None:
-    """Whoever samples after a change follows the grammar from its beginning."""
+    """The rank that samples after a change follows the grammar from its beginning."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     params = SamplingParams(
         temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema), ignore_eos=False
@@ -115,7 +115,7 @@ def test_json_by_a_schema(engines: Engines, speaking_model: Path) -> None:
 
 
 def test_fused_projections_are_copied_and_counted(engines: Engines, tmp_path: Path) -> None:
-    """Their pieces lie apart; a share that was made is kept for the next turn."""
+    """Their pieces lie apart. A share that was made is kept for the next phase."""
     model = write_checkpoint(Phi3Config(**BASE), tmp_path / "phi3")
     llm = turning(engines, model, "pp2 tp2", host_kv_gib=0.0003)
     assert_all_exact(llm, Oracle(model), prompts_of(*LENGTHS), LONG)

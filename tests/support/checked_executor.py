@@ -67,11 +67,11 @@ class Slots:
 class CheckedExecutor:
     """Passes steps on to a `SimExecutor` after checking every law that ranks rely on.
 
-    It keeps the content of each KV slot, as ranks would: a name of all tokens up to there, the rotary length and the
-    cache salt.
+    It keeps the content of each KV slot, as ranks would. The content is a name of all tokens up to the slot, the rotary
+    length and the cache salt.
 
     Attributes:
-        cluster: the one that ranks have their places in. A `Reshard` replaces it.
+        cluster: gives each rank its place. A `Reshard` replaces it.
         pool: of an instance, as the engine knows it.
         reservation: of a request whose KV is on its way, and a target: another object when the blocks of the one before
             were taken.

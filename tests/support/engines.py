@@ -87,7 +87,7 @@ class Engines:
     def __call__(self, folder: Path, **arguments: Any) -> ThreadLLM:
         """Return an engine with blocks of 16 tokens and steps of at most 48 tokens per instance by default.
 
-        Its prefix cache is empty. Its policy is the one that the last test set.
+        Its prefix cache is empty. Its policy is that of the previous test.
         """
         given = {"skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 48, **arguments}
         key = (folder, *sorted(given.items()))

@@ -18,16 +18,16 @@ from typing import Any, NoReturn
 import msgspec
 import zmq
 
-SAY = 1  # max_tokens tokens at once
-SILENT = 2  # accepted; nothing follows
-UNACCEPTED = 3  # no answer at all
-BEGIN = 4  # one token, and no more
-DIE = 5  # accepted; the process ends
-DIE_ONCE = 6  # the same in the first process, as SAY in later processes
-SAY_AND_DIE_ONCE = 7  # one token before it ends
-FLOOD = 8  # max_tokens tokens with a text of 1,000 characters each
-PACED = 9  # max_tokens tokens, 20 ms apart
-STUCK = 10  # one token; then its grammar cannot go on
+SAY = 1  # As many tokens as `max_tokens` at once.
+SILENT = 2  # Accepted, and nothing follows.
+UNACCEPTED = 3  # No answer at all.
+BEGIN = 4  # One token, and no more.
+DIE = 5  # Accepted, and the process ends.
+DIE_ONCE = 6  # The same in the first process, as SAY in later processes.
+SAY_AND_DIE_ONCE = 7  # One token before it ends.
+FLOOD = 8  # Tokens with a text of 1,000 characters each.
+PACED = 9  # Tokens that are 20 ms apart.
+STUCK = 10  # One token, after which its grammar cannot go on.
 
 NEVER_STARTS, STARTS_LATE, WRONG, ENDS_AT_ONCE = "never-starts", "starts-late", "wrong", "ends-at-once"
 NEVER_QUITS, IS_KILLED = "never-quits", "is-killed"

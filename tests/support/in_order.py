@@ -234,9 +234,9 @@ class InOrderTransport:
     """One rank's end of a lane.
 
     Args:
-        is_grouped: all of a call goes through one communicator of all ranks; else each message through that of its
-            pair of ranks, as a call of its own.
-        summing: it makes sums, over some of so many ranks whose communicators were opened.
+        is_grouped: all messages of a call go through one communicator of all ranks. Otherwise each message is a call
+            of its own, and goes through the communicator of its pair of ranks.
+        summing: number of ranks whose communicators were opened for sums. 0 for a transport without sums.
     """
 
     tagged = False

@@ -52,7 +52,7 @@ class ServerProcess:
     Attributes:
         process: the API server.
         client: asks it, with its API key if it has one.
-        log: what all its processes have written to stdout and stderr.
+        log: stdout and stderr of all its processes.
     """
 
     client: Client
