@@ -70,7 +70,7 @@ def test_in_order_a_circle_is_told() -> None:
 
     results = run_ranks(2, work, fabric)
     assert all(isinstance(result, CommError) for result in results)
-    assert any("nobody can go on: rank" in str(result) and "which waits for rank" in str(result) for result in results)
+    assert any("no call can go on: rank" in str(result) and "which waits for rank" in str(result) for result in results)
 
 
 def test_in_order_a_circle_over_two_lanes_is_told() -> None:
@@ -125,7 +125,7 @@ def test_in_order_sums_of_some_ranks() -> None:
     assert run_ranks(4, work, fabric) == wanted and not fabric.left
 
 
-@pytest.mark.parametrize(("first", "words"), [(("sum", "message"), "nobody can go on"), (("message", "message"), None)])
+@pytest.mark.parametrize(("first", "words"), [(("sum", "message"), "no call can go on"), (("message", "message"), None)])
 def test_in_order_sums_and_messages_have_one_order(first: tuple[str, str], words: str | None) -> None:
     """Each rank ends its first before it begins its second, and so do devices: a circle if these are not alike."""
     fabric = Fabric()
@@ -231,7 +231,7 @@ def test_in_order_chains_are_begun_ahead(orders: Sequence[Sequence[int]]) -> Non
 
 def test_in_order_a_chain_needs_a_lane_of_its_own() -> None:
     """On the lane of other exchanges its receive precedes a message of the peer and gets it, or there is a circle."""
-    with pytest.raises(CommError, match=r"reaches|nobody can go on"):
+    with pytest.raises(CommError, match=r"reaches|no call can go on"):
         run_step(Fabric(), [(0, 1)], lambda _: None)
 
 
@@ -253,4 +253,4 @@ def test_in_order_blocks_move_both_ways_at_once(is_directed: bool) -> None:
     if is_directed:
         assert results == [2.0, 1.0]
     else:
-        assert any("nobody can go on" in str(result) for result in results)
+        assert any("no call can go on" in str(result) for result in results)

@@ -24,6 +24,9 @@ class _Call:
     """One rank's grouped call. `sends` and `receives` are the messages without a counterpart so far.
 
     Or its term of a sum, until that is made: then the term has become the sum.
+
+    Attributes:
+        waiter: wakes the thread that waits for the call. None while no thread waits.
     """
 
     communicator: str
@@ -34,6 +37,7 @@ class _Call:
     term: Tensor | None = None
     members: Sequence[int] = ()
     number: int = 0
+    waiter: threading.Condition | None = None
 
     @property
     def is_over(self) -> bool:
@@ -52,11 +56,14 @@ class _Call:
 
 @dataclass
 class Fabric:
-    """The communicators of all ranks, by name, and the call that each thread waits for."""
+    """The communicators of all ranks, by name, and the call that each thread waits for.
+
+    A thread wakes when its call is over, when a rank is gone or when a call fails. It sleeps through other messages.
+    """
 
     timeout_s: float = 60.0
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _queues: defaultdict[tuple[str, int], deque[_Call]] = field(default_factory=lambda: defaultdict(deque))
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _queues: defaultdict[str, dict[int, deque[_Call]]] = field(default_factory=lambda: defaultdict(dict))
     _numbers: defaultdict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
     _callers: dict[tuple[str, int], threading.Thread] = field(default_factory=dict)
     _threads: defaultdict[int, set[threading.Thread]] = field(default_factory=lambda: defaultdict(set))  # by rank
@@ -68,7 +75,7 @@ class Fabric:
 
     def open(self, rank: int, num_ranks: int, groups: Sequence[Sequence[int]]) -> None:
         """Make communicators among `num_ranks` ranks. All ranks must make the same ones in the same order."""
-        with self._changed:
+        with self._lock:
             opened = self._opened[num_ranks]
             for members in map(tuple, groups):
                 number = self._num_opened[rank, num_ranks]
@@ -80,7 +87,7 @@ class Fabric:
 
     def add(self, lane: str, rank: int, num_ranks: int, members: Sequence[int], term: Tensor) -> Tensor:
         """Replace a term by the sum of the terms of all members. Wait for them."""
-        with self._changed:
+        with self._lock:
             opened = self._opened[num_ranks][: self._num_opened[rank, num_ranks]]
             assert tuple(members) in opened and rank in members, f"rank {rank} has opened {opened}, not {members}"
         name = f"{lane} of {tuple(members)} among {num_ranks}"
@@ -93,12 +100,12 @@ class Fabric:
         return self._enter(call)
 
     def _enter(self, call: _Call) -> _Call:
-        with self._changed:
+        with self._lock:
             communicator, rank = key = call.communicator, call.rank
             self._check(rank)
             call.number = self._numbers[key]
             self._numbers[key] += 1
-            self._queues[key].append(call)
+            self._queues[communicator].setdefault(rank, deque()).append(call)
             self._callers[key] = threading.current_thread()
             self._threads[rank].add(threading.current_thread())
             self._run(communicator)
@@ -107,14 +114,18 @@ class Fabric:
 
     def wait(self, call: _Call) -> None:
         thread = threading.current_thread()
-        with self._changed:
+        with self._lock:
+            if call.is_over:
+                return
             self._waiting[thread] = call
+            call.waiter = threading.Condition(self._lock)
             try:
                 self._look_for_circle(call)
-                is_over = self._changed.wait_for(
+                is_over = call.waiter.wait_for(
                     lambda: call.is_over or self._failure or self._gone & {call.rank, *call.peers}, self.timeout_s
                 )
             finally:
+                call.waiter = None
                 del self._waiting[thread]
             if not call.is_over:
                 self._check(call.rank)
@@ -122,14 +133,14 @@ class Fabric:
                 raise CommError(f"rank {peers} is gone" if is_over else f"{call} waited for {self.timeout_s} s")
 
     def close(self, rank: int) -> None:
-        with self._changed:
+        with self._lock:
             self._gone.add(rank)
-            self._changed.notify_all()
+            self._wake_all()
 
     @property
     def left(self) -> list[str]:
         """The calls that are not over."""
-        return [str(call) for queue in self._queues.values() for call in queue]
+        return [str(call) for queues in self._queues.values() for queue in queues.values() for call in queue]
 
     def _check(self, rank: int) -> None:
         if self._failure:
@@ -139,12 +150,16 @@ class Fabric:
 
     def _fail(self, words: str) -> None:
         self._failure = words
-        self._changed.notify_all()
+        self._wake_all()
         raise CommError(words)
+
+    def _wake_all(self) -> None:
+        for call in self._waiting.values():
+            _wake(call)
 
     def _run(self, communicator: str) -> None:
         """Lets all calls of a communicator go on that can."""
-        heads = {rank: queue for (name, rank), queue in self._queues.items() if name == communicator and queue}
+        heads = self._queues[communicator]
         moved = True
         while moved:
             moved = False
@@ -153,8 +168,7 @@ class Fabric:
                     moved = True
                     if not queue[0].is_over:
                         break
-                    queue.popleft()
-        self._changed.notify_all()
+                    _wake(queue.popleft())
 
     def _meet(self, call: _Call, heads: dict[int, deque[_Call]]) -> bool:
         """Send to the peers' running calls. Return whether a message was sent, or the call is over."""
@@ -169,7 +183,7 @@ class Fabric:
             room.copy_(buffer)
             found = True
             if other.is_over and other is not call:
-                heads[peer].popleft()
+                _wake(heads[peer].popleft())
         return found
 
     def _meet_all(self, call: _Call, heads: dict[int, deque[_Call]]) -> bool:
@@ -185,7 +199,7 @@ class Fabric:
             term.copy_(total)
             one.term = None
             if one is not call:
-                heads[one.rank].popleft()
+                _wake(heads[one.rank].popleft())
         return True
 
     def _look_for_circle(self, call: _Call) -> None:
@@ -196,7 +210,7 @@ class Fabric:
         def visit(one: _Call) -> None:
             if one in way:
                 circle = [*way[way.index(one) :], one]
-                self._fail("nobody can go on: " + ", which waits for ".join(map(str, circle)))
+                self._fail("no call can go on: " + ", which waits for ".join(map(str, circle)))
             if id(one) in done:
                 return
             way.append(one)
@@ -211,23 +225,29 @@ class Fabric:
         """Yields the calls without whose end this one does not end."""
         if call.is_over:
             return
-        head = self._queues[call.communicator, call.rank][0]
-        if head is not call:
+        queues = self._queues[call.communicator]
+        if (head := queues[call.rank][0]) is not call:
             yield head
             return
         for peer in call.peers:
-            key = call.communicator, peer
-            if self._queues[key] and call.members:
+            if (queue := queues.get(peer)) and call.members:
                 continue  # it has called, and waits for the same ranks
-            if self._queues[key]:
-                yield self._queues[key][0]  # of something else: matching messages were delivered
-            elif (caller := self._caller(*key)) is not None and (waited := self._waiting.get(caller)) is not None:
+            if queue:
+                yield queue[0]  # of something else: matching messages were delivered
+                continue
+            caller = self._caller(call.communicator, peer)
+            if caller is not None and (waited := self._waiting.get(caller)) is not None:
                 yield waited  # the calling thread waits for something
 
     def _caller(self, communicator: str, rank: int) -> threading.Thread | None:
         """Return the thread that has called for a rank there, or the only thread of the rank. None if unknown."""
         known = self._threads[rank]
         return self._callers.get((communicator, rank), next(iter(known)) if len(known) == 1 else None)
+
+
+def _wake(call: _Call) -> None:
+    if call.waiter is not None:
+        call.waiter.notify()
 
 
 class InOrderTransport:
