@@ -18,7 +18,9 @@ from pathlib import Path
 
 multiprocessing.util.get_temp_dir()  # its socket is not to be in a folder that a test takes for temporary files
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "longspan.llm", "longspan.attn.check", "test_exchanges"])
+_context.set_forkserver_preload(
+    ["torch.distributed", "longspan.llm", "longspan.attn.check", "longspan.runtime.worker_process", "test_exchanges"]
+)
 
 
 class Forked:
