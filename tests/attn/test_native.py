@@ -251,12 +251,12 @@ def test_kernels_that_another_engine_has_loaded_are_not_used(tiny: Path, monkeyp
 
 
 def test_missing_requirements_are_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_processor_flags", lambda: {"avx2"})
+    monkeypatch.setattr(native, "processor_flags", lambda: {"avx2"})
     with pytest.raises(native.UnavailableError, match="AVX512_BF16"):
         native.build(tmp_path)
     with refused("attention_backend"):
         LLM(str(tiny), skip_tokenizer_init=True, dtype="bfloat16", attention_backend="native")
-    monkeypatch.setattr(native, "_processor_flags", lambda: {"avx512_bf16"})
+    monkeypatch.setattr(native, "processor_flags", lambda: {"avx512_bf16"})
     for compiler, words in (("false", "false failed"), ("/not/there -O1", "cannot be compiled"), ("true", "failed")):
         monkeypatch.setenv("CXX", compiler)
         with pytest.raises(native.UnavailableError, match=words):
@@ -272,7 +272,7 @@ def test_a_compiler_with_options_is_understood(tmp_path: Path, monkeypatch: pyte
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\necho "error: $# words: $@" >&2\nexit 1\n')
     compiler.chmod(0o755)
-    monkeypatch.setattr(native, "_processor_flags", lambda: {"avx512_bf16"})
+    monkeypatch.setattr(native, "processor_flags", lambda: {"avx512_bf16"})
     num_words = 2 + len(native._FLAGS) + len(("-c", "flash.cpp", "-o", "flash.cpp.o"))
     monkeypatch.setenv("CXX", f"{compiler} -g0 '-D A=B'")
     with pytest.raises(native.UnavailableError, match=rf"compiler failed: error: {num_words} words: -g0 -D A=B -O3 "):
@@ -281,7 +281,7 @@ def test_a_compiler_with_options_is_understood(tmp_path: Path, monkeypatch: pyte
 
 def test_a_processor_without_flags_has_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.Path, "read_text", lambda *_, **__: "processor : 0\nflags : avx2 avx512_bf16\n")
-    assert native._processor_flags() >= {"avx2", "avx512_bf16"}
+    assert native.processor_flags() >= {"avx2", "avx512_bf16"}
     monkeypatch.setattr(native.Path, "read_text", not_there)
     with pytest.raises(native.UnavailableError, match="AVX512_BF16"):
         native.build(tmp_path)

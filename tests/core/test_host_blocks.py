@@ -15,6 +15,7 @@ from workloads import RANDOM_RUNS, add, assert_lawful, jobs, play, setups_of
 
 from longspan.core.config import capacity_tokens
 from longspan.core.exchange import RING_Q
+from longspan.core.kv.copies import Copy
 from longspan.core.locations import locations_of_ranks
 from longspan.core.regrouping import Change
 from longspan.core.request import ContextLengthError, Request
@@ -276,6 +277,11 @@ def test_host_blocks_of_preempted_requests_are_evicted_for_a_running_request() -
     assert all(one.output == cluster.expected_output(one) for one in (long, *others, *more))
 
 
+def copy_of(cluster: Cluster, step: MoveKV) -> Copy:
+    [copy] = (copy for copy in cluster.engine.kv.swaps.copies if copy.move.number == step.number)
+    return copy
+
+
 def test_answers_to_a_long_prompt_share_its_host_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(replace(SMALL, num_blocks=12))
     params = {"n": 3, "temperature": 1.0, "seed": 1, "max_tokens": 20}
@@ -286,7 +292,7 @@ def test_answers_to_a_long_prompt_share_its_host_blocks(monkeypatch: pytest.Monk
     def check(step: Step) -> None:
         nonlocal num_offloaded
         submit(step)
-        if isinstance(step, MoveKV) and (copy := cluster.engine.kv.swaps.copies._copies[step.number]).owner is not None:
+        if isinstance(step, MoveKV) and (copy := copy_of(cluster, step)).owner is not None:
             pool = cluster.engine.kv.pool(0)
             assert all(pool.references(ref.block) == 1 for ref in copy.pinned), (
                 "blocks with other readers stay on the device"
@@ -345,7 +351,10 @@ def test_any_workload_ends_lawfully(policy: str, num_instances: int, data: st.Da
     assert_lawful(play(setup, work, random.Random(data.draw(st.integers(0, 99)))))
 
 
-@pytest.mark.parametrize(("policy", "num_instances"), POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "num_instances"),
+    [pytest.param(*one, marks=[pytest.mark.full] if one[1] == 3 else []) for one in POLICIES],
+)
 @settings(RANDOM_RUNS, max_examples=30)
 @given(st.data())
 def test_workers_are_lost_at_any_time(policy: str, num_instances: int, data: st.DataObject) -> None:

@@ -89,8 +89,8 @@ def test_a_settled_file_is_read_once_and_again_only_after_a_change(
 ) -> None:
     del settled
     path, read = tmp_path / "weights", []
-    whole = contents._hash
-    monkeypatch.setattr(contents, "_hash", lambda path, *rest: read.append(path) or whole(path, *rest))
+    whole = contents.hash_file
+    monkeypatch.setattr(contents, "hash_file", lambda path, *rest: read.append(path) or whole(path, *rest))
     write(path, b"a" * 100)
     time.sleep(TICK_S)
     assert len({content_hash({"w": path}) for _ in range(3)}) == 1
@@ -206,14 +206,14 @@ def test_a_long_reading_can_be_interrupted(endless: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.timeout(60)
 def test_the_first_failure_ends_a_long_reading(endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = contents._hash
+    whole = contents.hash_file
 
     def fail(path: Path, *rest: object) -> object:
         if path != endless:
             raise ModelError("other cannot be read")
         return whole(path, *rest)
 
-    monkeypatch.setattr(contents, "_hash", fail)
+    monkeypatch.setattr(contents, "hash_file", fail)
     (tmp_path / "other").touch()
     with pytest.raises(ModelError, match="other cannot be read"):
         content_hash({"w": endless, "o": tmp_path / "other"})
@@ -237,4 +237,4 @@ def test_the_hash_of_a_file_is_that_of_all_its_bytes(tmp_path: Path, monkeypatch
     path.write_bytes(content)
     for size in (1, 7, 1280, 5000):
         monkeypatch.setattr(contents, "_CHUNK_BYTES", size)
-        assert contents._hash(path, [0], contents.Event()).sha256 == hashlib.sha256(content).hexdigest()
+        assert contents.hash_file(path, [0], contents.Event()).sha256 == hashlib.sha256(content).hexdigest()

@@ -221,7 +221,14 @@ def decode(folder: Path, backend: AttentionBackend, *, enforce_eager: bool) -> t
     with (
         mock.patch.object(rank, "backend_of", return_value=backend),
         mock.patch.object(rank, "recording_of", return_value=recording),
-        ThreadLLM(str(folder), skip_tokenizer_init=True, block_size=16, enforce_eager=enforce_eager) as llm,
+        ThreadLLM(
+            str(folder),
+            skip_tokenizer_init=True,
+            block_size=16,
+            num_gpu_blocks_override=24,
+            max_model_len=128,
+            enforce_eager=enforce_eager,
+        ) as llm,
     ):
         prompts = [[5, 6, 7], [8] * 40, list(range(30))]
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -301,19 +308,19 @@ def assign(numbers: Tensor) -> None:
 )
 def test_reads_by_the_host_are_found(read: Callable[[Tensor], object]) -> None:
     numbers, places = torch.tensor([1, 0, 2]), torch.tensor([2, 1, 0])
-    with graph_step._WithoutHostReads():
+    with graph_step.WithoutHostReads():
         numbers[places] = numbers[places] + torch.where(numbers > 1, 0, 1)  # nothing of this does
-        with pytest.raises(graph_step._HostReadError, match="needs values of the device on the host"):
+        with pytest.raises(graph_step.HostReadError, match="needs values of the device on the host"):
             read(numbers)
 
 
 def test_copies_to_the_host_are_found() -> None:
     """By tensors that only say that they are on a device."""
-    with FakeTensorMode(), graph_step._WithoutHostReads():
+    with FakeTensorMode(), graph_step.WithoutHostReads():
         there = torch.ones(3, device="cuda") * torch.tensor(2.0)
-        with pytest.raises(graph_step._HostReadError, match="copies values of the device to the host"):
+        with pytest.raises(graph_step.HostReadError, match="copies values of the device to the host"):
             there.cpu()
-        with pytest.raises(graph_step._HostReadError, match="copies values of the device to the host"):
+        with pytest.raises(graph_step.HostReadError, match="copies values of the device to the host"):
             torch.empty(3).copy_(there)
 
 

@@ -24,7 +24,7 @@ from leftovers import left_names, wait_until_gone
 
 from longspan import LLM, SamplingParams, limits
 from longspan.core.cluster import Cluster
-from longspan.core.steps import Free
+from longspan.core.steps import Forward, Free, Step
 from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.limits import Memory
 from longspan.runtime import messages
@@ -35,21 +35,30 @@ LONG = SamplingParams(temperature=0, max_tokens=4)
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
+def kill_after(patch: pytest.MonkeyPatch, rank: int, num_steps: int) -> list[Step]:
+    """Kill a rank once its executor was given some steps. Return the list that gets these."""
+    submit, steps = WorkerExecutor.submit, list[Step]()
+
+    def killing(executor: WorkerExecutor, step: Step) -> None:
+        submit(executor, step)
+        steps.append(step)
+        if len(steps) == num_steps:
+            os.kill(executor.pids[rank], signal.SIGKILL)
+
+    patch.setattr(WorkerExecutor, "submit", killing)
+    return steps
+
+
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_kill_in_mid_prefill_names_the_rank(rank: int) -> None:
+def test_kill_in_mid_prefill_names_the_rank(tiny: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = left_names()
-    llm = LLM(dtype="float32", instances=2, skip_tokenizer_init=True)
-    pids = llm.service.executor.pids
-    killed = []
-
-    def kill() -> None:
-        killed.append(rank)
-        os.kill(pids[rank], signal.SIGKILL)
-
-    threading.Timer(0.5, kill).start()
+    shared = {"policy": "context", "policy_options": {"threshold": "10"}, "max_num_batched_tokens": 48}
+    llm = LLM(str(tiny), dtype="float32", instances=2, skip_tokenizer_init=True, **shared)  # type: ignore[arg-type]
+    pids, steps = llm.service.executor.pids, kill_after(monkeypatch, rank, 3)
     with pytest.raises(WorkerLostError, match=f"rank {rank} .*SIGKILL"):
-        llm.generate([list(range(10, 8000))], LONG)
-    assert killed, "the prompt was done before the worker was killed"
+        llm.generate([[7] * 2000], LONG)
+    computed = max(part.stop for step in steps if isinstance(step, Forward) for part in step.parts)
+    assert computed < 2000, "the prompt was done before the worker was killed"
     with pytest.raises(WorkerLostError, match="make a new one"):
         llm.generate([[1, 2, 3]], LONG)
     llm.shutdown()
@@ -130,10 +139,10 @@ def test_logs_are_kept_while_their_worker_runs(tiny: Path, tmp_path: Path, monke
         os.utime(log.parent, (0, 0))  # other logs are newer
         for number in range(40):
             (folder / f"longspan-{number}").mkdir()
-        processes._log_dir("longspan-new")
+        processes.log_dir("longspan-new")
         assert log.exists()
         assert len(list(folder.iterdir())) == 21
-    processes._log_dir("longspan-newer")
+    processes.log_dir("longspan-newer")
     assert not log.exists()
 
 
@@ -146,13 +155,15 @@ def test_a_worker_that_raises_is_named_with_its_reason(tiny: Path, monkeypatch: 
     llm.shutdown()
 
 
-def test_a_loss_is_reported_while_another_request_waits_for_admission() -> None:
+@pytest.mark.parametrize("num_steps", [3, 12])
+def test_a_loss_is_reported_while_another_request_waits_for_admission(
+    tiny: Path, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request may hold KV without being in flight. Its end must not hide the loss."""
-    prompts = [list(range(10, 2900)), [5, 6, 7, 8], list(range(10, 3500))]
-    shared = {"policy": "context", "policy_options": {"threshold": "3000"}}
-    llm = LLM(dtype="float32", instances=2, skip_tokenizer_init=True, max_num_seqs=1, **shared)  # type: ignore[arg-type]
-    timer = threading.Timer(1.0, os.kill, (llm.service.executor.pids[0], signal.SIGKILL))
-    timer.start()
+    prompts = [[7] * 290, [5, 6, 7, 8], [8] * 350]
+    shared = {"policy": "context", "policy_options": {"threshold": "300"}, "max_num_batched_tokens": 48}
+    llm = LLM(str(tiny), dtype="float32", instances=2, skip_tokenizer_init=True, max_num_seqs=1, **shared)  # type: ignore[arg-type]
+    kill_after(monkeypatch, 0, num_steps)
     with pytest.raises(WorkerLostError, match=r"rank 0 .*SIGKILL"):
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
     llm.shutdown()

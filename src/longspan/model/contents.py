@@ -118,7 +118,7 @@ def _recall(stamp: _Stamp) -> str | None:
 def _hash_all(paths: Sequence[Path], num_bytes: int) -> list[str]:
     stop, read = Event(), [[0] for _ in paths]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        jobs = [pool.submit(_hash, path, count, stop) for path, count in zip(paths, read, strict=True)]
+        jobs = [pool.submit(hash_file, path, count, stop) for path, count in zip(paths, read, strict=True)]
         try:
             if num_bytes >= _SHOWN_BYTES:
                 _log.info("reading %.1f GB of %s, to identify the weights", num_bytes / 1e9, paths[0].parent)
@@ -148,7 +148,7 @@ def _show_progress(jobs: Sequence[Future[_Hashed]], read: Sequence[list[int]], n
         bar.update(num_bytes - bar.n)
 
 
-def _hash(path: Path, num_read: list[int], stop: Event) -> _Hashed:
+def hash_file(path: Path, num_read: list[int], stop: Event) -> _Hashed:
     """Compute the hash of one file, and count its bytes in `num_read[0]`. After `stop` the result is invalid."""
     began_ns = time.time_ns()
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))

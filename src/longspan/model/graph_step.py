@@ -129,9 +129,9 @@ class GraphStep:
 
         try:
             # The operators depend on the model, not on the size, so the first recording checks them. It is slow.
-            with _WithoutHostReads() if self._reads_host else nullcontext():  # type: ignore[no-untyped-call]  # PyTorch's
+            with WithoutHostReads() if self._reads_host else nullcontext():  # type: ignore[no-untyped-call]  # PyTorch's
                 computed = compute()
-        except _HostReadError as error:
+        except HostReadError as error:
             return self._disable(error)
         self._reads_host = False
         logits = self._logits.setdefault(len(tokens), torch.empty_like(computed))
@@ -198,24 +198,24 @@ class _StaticPlan(PagedPlan):
         self.num_queries, self.splits = len(splits.of_query) - 1, splits
 
 
-class _HostReadError(Exception):
+class HostReadError(Exception):
     """A step reads values of the device on the host."""
 
 
-class _WithoutHostReads(TorchDispatchMode):
+class WithoutHostReads(TorchDispatchMode):
     """Refuses operators that read values of the device on the host. A replay would not read them again."""
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Run an operator. Raise _HostReadError if the host, or the shape of the result, needs values of the device."""
+        """Run an operator. Raise HostReadError if the host, or the shape of the result, needs values of the device."""
         if func.overloadpacket in _INDEXING:  # masks have data-dependent shapes, integer indices do not
             reads = any(index is not None and index.dtype in {torch.bool, torch.uint8} for index in args[1])
         else:
             reads = not _HOST_READS.isdisjoint(func.tags)
         if reads:
-            raise _HostReadError(f"{func} needs values of the device on the host")
+            raise HostReadError(f"{func} needs values of the device on the host")
         result = func(*args, **(kwargs or {}))
         if "cuda" in _devices((args, kwargs)) and "cpu" in _devices(result):
-            raise _HostReadError(f"{func} copies values of the device to the host")
+            raise HostReadError(f"{func} copies values of the device to the host")
         return result
 
 

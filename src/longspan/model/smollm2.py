@@ -23,10 +23,10 @@ def dequantise(gguf: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model.config.rms_norm_eps = 1e-5  # GGUF holds it as a float32, 9.9999997e-06
         model.save_pretrained(folder)
-        _repair(tokenizer).save_pretrained(folder)
+        repair(tokenizer).save_pretrained(folder)
 
 
-def _repair(tokenizer: TokenizersBackend) -> TokenizersBackend:
+def repair(tokenizer: TokenizersBackend) -> TokenizersBackend:
     """Restore the first step of the tokenizer, which the GGUF conversion loses: each digit is one piece."""
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -39,7 +39,7 @@ def prepare(
     in the parent process, before any worker starts. Raise ModelError for every error of the user.
     """
     dummy = load_format == "dummy"
-    folder = _folder(model, with_weights=not dummy)
+    folder = local_folder(model, with_weights=not dummy)
     if dtype == "auto":
         dtype = own_dtype(folder, with_weights=not dummy)
     tokenizer = tokenizer_files(folder)
@@ -84,7 +84,7 @@ def _warn_of_other_dtype(folder: Path, stated: str, chosen: str) -> None:
     _log.warning(warning)
 
 
-def _folder(model: str, *, with_weights: bool) -> Path:
+def local_folder(model: str, *, with_weights: bool) -> Path:
     if model == ALIAS:
         return smollm2_folder()
     path = Path(model).expanduser()

@@ -43,7 +43,7 @@ def build(folder: Path) -> Path:
     Raises:
         UnavailableError: if the processor or the compiler does not support them.
     """
-    if "avx512_bf16" not in _processor_flags():
+    if "avx512_bf16" not in processor_flags():
         raise UnavailableError("the processor has no AVX512_BF16")
     flags = (*_FLAGS, *_AMX_FLAGS) if has_amx() else _FLAGS
     # Not clang++, since its OpenMP differs from that of PyTorch. Two would compete for the cores.
@@ -80,7 +80,7 @@ def loaded() -> ctypes.CDLL:
 
 def has_amx() -> bool:
     """Return True if this process may use AMX tiles for bfloat16. Requests them from the operating system."""
-    if not {"amx_tile", "amx_bf16"} <= _processor_flags():
+    if not {"amx_tile", "amx_bf16"} <= processor_flags():
         return False
     code: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
     return code == 0
@@ -107,7 +107,7 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
         whole.replace(library)
 
 
-def _processor_flags() -> set[str]:
+def processor_flags() -> set[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

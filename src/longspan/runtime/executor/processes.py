@@ -27,7 +27,7 @@ class ProcessLauncher:
         with ExitStack() as acquired:
             self._run_dir = make_run_dir()
             acquired.callback(self.clean_up)
-            self._log_dir = _log_dir(self._run_dir)
+            self._log_dir = log_dir(self._run_dir)
             try:
                 self._log_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -50,7 +50,7 @@ class ProcessLauncher:
         return self._log_dir / f"rank{rank}.log"
 
 
-def _log_dir(run_dir: str) -> Path:
+def log_dir(run_dir: str) -> Path:
     """Return the folder for this engine's logs. Removes old folders without open logs, except the latest ones."""
     logs = cache_root() / "logs"
     if logs.is_dir():
