@@ -126,6 +126,14 @@ def speaking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_speaking(tmp_path_factory.mktemp("speaking"))
 
 
+@pytest.fixture(scope="session")
+def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a small tokenizer, for grammars."""
+    from tiny_models import make_bytes
+
+    return make_bytes(tmp_path_factory.mktemp("bytes"))
+
+
 @pytest.fixture
 def type_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Gives the command line a text as its standard input."""

@@ -5,6 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -15,6 +19,7 @@ from transformers import (
     MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -90,6 +95,20 @@ def make_speaking(folder: Path) -> Path:
     config.vocab_size, config.eos_token_id, config.bos_token_id = len(tokenizer), tokenizer.eos_token_id, None
     write_checkpoint(config, folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_bytes(folder: Path) -> Path:
+    """Write one with a tokenizer of single bytes. Grammars for its 260 tokens take little time and memory."""
+    alphabet = sorted(ByteLevel.alphabet())
+    names = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    tokenizer = Tokenizer(BPE(vocab={name: number for number, name in enumerate([*names, *alphabet])}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer.add_special_tokens(names)
+    config = TINY["llama"]()
+    config.vocab_size, config.pad_token_id, config.eos_token_id, config.bos_token_id = len(names) + 256, 0, 1, None
+    write_checkpoint(config, folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return folder
 
 
