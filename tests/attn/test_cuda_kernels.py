@@ -130,9 +130,11 @@ def test_cudnn_gets_most_of_an_odd_prompt(
     out, lse = TorchCuda().attend(q, k, v, relate(q_run, k_run, None), spec)
     assert [product.kernel for product in products] == kernels
     assert out.dtype == torch.bfloat16 and out.shape == q.shape
-    wanted, wanted_lse = reference(q, q_run.positions, k, v, k_run.positions, spec)
-    torch.testing.assert_close(out.double(), wanted, atol=1e-2, rtol=2**-8)
-    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-2, rtol=1e-5)
+    for start in range(0, length, 256):  # some queries at a time, since all scores would take half a gigabyte
+        some = slice(start, start + 256)
+        wanted, wanted_lse = reference(q[:, some], q_run.positions[some], k, v, k_run.positions, spec)
+        torch.testing.assert_close(out[:, some].double(), wanted, atol=1e-2, rtol=2**-8)
+        torch.testing.assert_close(lse[:, some].double(), wanted_lse, atol=1e-2, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_chats", [1, 32])

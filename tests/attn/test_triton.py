@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from engines import Row, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import Run
@@ -98,11 +99,14 @@ def test_attention_to_kept_keys_is_that_of_pytorch(
     assert_interpreted(compare_attention, spec, num_queries, num_keys, kept, dtype, seed)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("head_dim", [16, 72, 128, 192, 256])
-def test_every_tile(assert_interpreted: Run, head_dim: int, dtype: torch.dtype) -> None:
-    for softcap in (None, 20.0):
-        assert_interpreted(compare_attention, _spec((9, 3), head_dim, softcap), 47, 130, (1, 121), dtype, 0)
+TILES = {"head_dim": (16, 72, 128, 192, 256), "dtype": tuple(TOLERANCE), "softcap": (None, 20.0)}
+
+
+@pytest.mark.parametrize("row", pairwise(TILES))
+def test_every_tile(assert_interpreted: Run, row: Row) -> None:
+    """Head size and dtype give the tile."""
+    head_dim, dtype, softcap = row.values()
+    assert_interpreted(compare_attention, _spec((9, 3), head_dim, softcap), 47, 130, (1, 121), dtype, 0)
 
 
 def compare_large_head() -> None:
@@ -488,15 +492,14 @@ def _attention_types(dtype: torch.dtype) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("empty_cache")
-@pytest.mark.parametrize("dtype", _TYPES, ids=str)
-@pytest.mark.parametrize("arch", [80, 90])
-def test_attention_and_rating_compile_and_fit_into_shared_memory(arch: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("row", pairwise({"arch": (80, 90), "dtype": tuple(_TYPES), "dim": (40, 128, 256)}))
+def test_attention_and_rating_compile_and_fit_into_shared_memory(row: Row) -> None:
     from longspan.attn.backends.triton import attend_kernel, band_kernel, rate_kernel
 
-    for dim, has_softcap in ((40, True), (128, False), (256, False)):
-        constants, types = _attention_constants(dim, dtype, has_softcap=has_softcap), _attention_types(dtype)
-        for kernel in (attend_kernel, band_kernel, rate_kernel) if dim == 128 else (attend_kernel, band_kernel):
-            assert 0 < compiled(kernel, types, constants, arch).metadata.shared <= SHARED_MEMORY
+    arch, dtype, dim = row.values()
+    constants, types = _attention_constants(dim, dtype, has_softcap=dim == 40), _attention_types(dtype)
+    for kernel in (attend_kernel, band_kernel, rate_kernel) if dim == 128 else (attend_kernel, band_kernel):
+        assert 0 < compiled(kernel, types, constants, arch).metadata.shared <= SHARED_MEMORY
 
 
 @pytest.mark.usefixtures("empty_cache")
@@ -522,25 +525,24 @@ def test_all_compile_for_a_single_query_and_key_too(ones: tuple[str, ...]) -> No
 
 
 @pytest.mark.usefixtures("empty_cache")
-@pytest.mark.parametrize("dtype", _TYPES, ids=str)
-@pytest.mark.parametrize("arch", [80, 90])
-def test_kernels_for_blocks_compile_and_fit_into_shared_memory(arch: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("row", pairwise({"arch": (80, 90), "dtype": tuple(_TYPES), "dim": (64, 128, 256)}))
+def test_kernels_for_blocks_compile_and_fit_into_shared_memory(row: Row) -> None:
     from longspan.attn.backends import triton_paged as ours
 
+    arch, dtype, dim = row.values()
     names = ("q", "keys", "values", "k", "v", "out")
     types = dict.fromkeys(names, _TYPES[dtype]) | dict.fromkeys(("outs", "lses", "lse"), "*fp32")
     names = ("blocks", "low", "high", "owner", "last", "of_query", "offsets")
     types |= dict.fromkeys(names, "*i64") | {"scale": "fp32", "softcap": "fp32"}
-    for dim in (64, 128, 256):
-        sizes: dict[str, object] = {"dim": dim, "width": dim}
-        tile = {"widen": False, "tile_rows": ours.TILE_ROWS, "tile_keys": ours.tile_keys(dim, dtype)}
-        split = compiled(ours.split_kernel, types | {"first": "*i64"}, sizes | tile | {"has_softcap": dim == 64}, arch)
-        assert 0 < split.metadata.shared <= SHARED_MEMORY
-        assert compiled(ours.merge_kernel, types, sizes, arch).asm["cubin"]
-        for offsets in ({}, {"offsets": None}):
-            to_copy = {name: kind for name, kind in types.items() if name not in offsets}
-            constants = sizes | offsets | {"tile": ours.COPIED_TOKENS}
-            assert compiled(ours.copy_kernel, to_copy, constants, arch).asm["cubin"]
+    sizes: dict[str, object] = {"dim": dim, "width": dim}
+    tile = {"widen": False, "tile_rows": ours.TILE_ROWS, "tile_keys": ours.tile_keys(dim, dtype)}
+    split = compiled(ours.split_kernel, types | {"first": "*i64"}, sizes | tile | {"has_softcap": dim == 64}, arch)
+    assert 0 < split.metadata.shared <= SHARED_MEMORY
+    assert compiled(ours.merge_kernel, types, sizes, arch).asm["cubin"]
+    for offsets in ({}, {"offsets": None}):
+        to_copy = {name: kind for name, kind in types.items() if name not in offsets}
+        constants = sizes | offsets | {"tile": ours.COPIED_TOKENS}
+        assert compiled(ours.copy_kernel, to_copy, constants, arch).asm["cubin"]
 
 
 # ---------------------------------------------------------------- users
