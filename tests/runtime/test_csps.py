@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from engines import ThreadLLM, num_free_blocks
+from engines import Row, ThreadLLM, num_free_blocks, pairwise
 from fake_llm import run
 from oracle import Oracle, assert_exact
 from refusals import refused
@@ -44,11 +46,21 @@ def engine(
     )
 
 
-@pytest.mark.parametrize("parallel", ["2", "3", "4", "2xtp2", "2xpp2"])
-@pytest.mark.parametrize(
-    ("exchange", "step_tokens", "pieces"),
-    [("alltoall", None, {"2": 3, "3": 2}), ("alltoall", 48, 1), ("gather_hidden", 48, 1)],
-)
+STEPS: list[tuple[str, int | None, object]] = [
+    ("alltoall", None, {"2": 3, "3": 2}),
+    ("alltoall", 48, 1),
+    ("gather_hidden", 48, 1),
+]
+
+
+def undropped() -> Iterator[Any]:
+    """Yield each split with one or two kinds of steps, and each kind with several splits. The rest are `full`."""
+    for row, parallel in enumerate(("2", "3", "4", "2xtp2", "2xpp2")):
+        for column, kind in enumerate(STEPS):
+            yield pytest.param(parallel, *kind, marks=[pytest.mark.full] if (row + column) % 2 else [])
+
+
+@pytest.mark.parametrize(("parallel", "exchange", "step_tokens", "pieces"), [*undropped()])
 def test_nothing_dropped_is_exact(
     tiny: Path, oracle: Oracle, parallel: str, exchange: str, step_tokens: int | None, pieces: object
 ) -> None:
@@ -64,13 +76,17 @@ def test_nothing_dropped_is_exact(
         assert num_free_blocks(llm) == [60] * llm.engine.config.cluster.num_instances
 
 
-@pytest.mark.parametrize("settings", ["off", csa(), csa(micro_partitions=2)])
-@pytest.mark.parametrize("exchange", ["alltoall", "gather_hidden"])
-@pytest.mark.parametrize("sizing", [("partition", "64"), ("partition", "memory")])
-def test_groups_by_length_are_exact(
-    tiny: Path, oracle: Oracle, settings: str, exchange: str, sizing: tuple[str, str]
-) -> None:
+BY_LENGTH = {
+    "settings": ("off", csa(), csa(micro_partitions=2)),
+    "exchange": ("alltoall", "gather_hidden"),
+    "sizing": (("partition", "64"), ("partition", "memory")),
+}
+
+
+@pytest.mark.parametrize("row", pairwise(BY_LENGTH))
+def test_groups_by_length_are_exact(tiny: Path, oracle: Oracle, row: Row) -> None:
     """Groups of three, two and one instance, at once and one after the other."""
+    settings, exchange, sizing = row.values()
     prompts = prompts_of(150, 90, 20, 190, 65, 33)
     with engine(tiny, "4", settings, exchange=exchange, sizing=sizing, num_gpu_blocks_override=8) as llm:
         for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):

@@ -31,7 +31,7 @@ from longspan.runtime.pool import WINDOW_BYTES
 from longspan.runtime.worker import Worker
 from longspan.service import Service
 
-TOTAL, STEP, ROOM = 10**8, 10**6, 5 * 10**6
+TOTAL, STEP, ROOM = 10**8, 10**6, 2 * 10**6
 RANK = RankMemory(available_bytes=ROOM, pool_bytes=0, weight_bytes=2 * 10**6, step_bytes=STEP, num_devices=8)
 RECORD = KvRecord(layers=(LayerRecord(num_heads=9, num_kv_heads=3, key_bytes=64, value_bytes=64),) * 3)
 """Of three layers that are alike."""

@@ -20,17 +20,17 @@ from longspan.runtime.executor.control_plane import WorkerExecutor
 from longspan.service import Service
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_logits=True)
-LENGTHS = tuple(5 + 7 * number % 20 for number in range(32))
+LENGTHS = tuple(5 + 7 * number % 20 for number in range(16))
 """With 40 tokens of output each takes up to four blocks. Devices have one block per request."""
-BLOCKS_OF_8 = 8 * 4
+BLOCKS_OF_4 = 4 * 4
 HOST = {"host_kv_gib": 0.02, "max_num_seqs": 32}
 
 
 @pytest.mark.parametrize("spec", ["1", "2", "pp2", "tp2", "2xpp2"])
 def test_no_token_is_computed_twice(tiny: Path, oracle: Oracle, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 requests on devices with blocks for 8. Without a price every load pays off."""
+    """16 requests on devices with blocks for 4. Without a price every load pays off."""
     monkeypatch.setattr("longspan.resolve.swap_price", lambda *_: None)
-    num_blocks = BLOCKS_OF_8 // (int(spec[0]) if spec[0].isdigit() else 1)
+    num_blocks = BLOCKS_OF_4 // (int(spec[0]) if spec[0].isdigit() else 1)
     given = {"block_size": 16, "num_gpu_blocks_override": num_blocks, "max_num_batched_tokens": 48, **HOST}
     with ThreadLLM(str(tiny), parallel=spec, skip_tokenizer_init=True, **given) as llm:
         outputs = assert_all_exact(llm, oracle, prompts_of(*LENGTHS), LONG)
@@ -50,7 +50,7 @@ def test_a_worker_is_killed_in_mid_swap(tiny: Path, oracle: Oracle, monkeypatch:
         tp=2,
         skip_tokenizer_init=True,
         block_size=16,
-        num_gpu_blocks_override=BLOCKS_OF_8 // 2,
+        num_gpu_blocks_override=BLOCKS_OF_4,
         **HOST,
     )
     service, submit, swaps = Service(given), WorkerExecutor.submit, []
@@ -64,7 +64,7 @@ def test_a_worker_is_killed_in_mid_swap(tiny: Path, oracle: Oracle, monkeypatch:
 
     monkeypatch.setattr(WorkerExecutor, "submit", killing)
     try:
-        requests = [service.engine.add(prompt, LONG) for prompt in prompts_of(*LENGTHS[:16])]
+        requests = [service.engine.add(prompt, LONG) for prompt in prompts_of(*LENGTHS)]
         num_losses = 0
         while service.engine.has_unfinished:
             try:

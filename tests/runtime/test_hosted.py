@@ -22,14 +22,16 @@ from longspan.errors import WorkerLostError
 from longspan.runtime.executor.control_plane import WorkerExecutor
 from longspan.service import Service
 
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, output_logits=True)
+LONGER = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, output_logits=True)
+"""For requests that are preempted while they decode."""
 HOST = {"host_kv_gib": 0.02, "num_gpu_blocks_override": 6, "policy": "chunked"}
 """96 tokens on a device."""
 
 
 def follow(llm: ThreadLLM, prompts: list[list[int]]) -> tuple[list[Request], list[int]]:
-    """Returns the finished requests, and the most blocks that each has read from the host."""
+    """Return the finished requests, and the largest number of blocks that each has read from the host."""
     requests = [llm.engine.add(prompt, GREEDY) for prompt in prompts]
     most = [0] * len(requests)
     while llm.engine.has_unfinished:
@@ -39,7 +41,15 @@ def follow(llm: ThreadLLM, prompts: list[list[int]]) -> tuple[list[Request], lis
 
 
 @pytest.mark.parametrize(
-    ("spec", "is_async"), [("1", True), ("2", True), ("tp2", True), ("pp2", True), ("1", False), ("tp2", False)]
+    ("spec", "is_async"),
+    [
+        ("1", False),
+        ("2", True),
+        ("tp2", True),
+        ("pp2", True),
+        pytest.param("1", True, marks=pytest.mark.full),
+        pytest.param("tp2", False, marks=pytest.mark.full),
+    ],
 )
 def test_most_of_a_context_lies_on_the_host(
     engines: Engines, tiny: Path, oracle: Oracle, spec: str, is_async: bool
@@ -47,10 +57,9 @@ def test_most_of_a_context_lies_on_the_host(
     """Of single requests in several chunks, and of requests at once, long and short."""
     llm = engines(tiny, parallel=spec, async_scheduling=is_async, **HOST)
     prompts = prompts_of(300, 90, 20, 180)
-    assert_all_exact(llm, oracle, [prompts[0]], GREEDY)
-    llm.reset_prefix_cache()
-    _, most = follow(llm, [prompts[0]])
+    [request], most = follow(llm, [prompts[0]])
     assert most[0] * 16 > (300 + NUM_TOKENS) / 2
+    assert request.output == oracle.complete(prompts[0], NUM_TOKENS).token_ids
     llm.reset_prefix_cache()
     assert_all_exact(llm, oracle, prompts, GREEDY)
 
@@ -77,7 +86,7 @@ def test_prompts_three_times_as_large_as_all_devices(
     assert_reads_hosts(engines(tiny, parallel=spec, **(HOST | {"policy": policy})), oracle)
 
 
-@pytest.mark.parametrize(("policy", "instances"), [("context", 4), ("auto", 2), ("tetris", 4)])
+@pytest.mark.parametrize(("policy", "instances"), [("context", 2), ("auto", 2), ("tetris", 4)])
 def test_each_of_two_hosts_has_its_own_pool(
     tiny: Path, oracle: Oracle, policy: str, instances: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,13 +101,11 @@ def assert_reads_hosts(llm: ThreadLLM, oracle: Oracle) -> None:
     """Answers a prompt three times as large as all devices as Hugging Face does, and computes nothing twice."""
     devices = llm.engine.config.cluster.num_instances * 96
     prompts = prompts_of(3 * devices, 20)
-    assert_all_exact(llm, oracle, prompts[:1], GREEDY)
-    llm.reset_prefix_cache()
-    [request, _], most = follow(llm, prompts)
+    [request, short], most = follow(llm, prompts)
     assert most[0] * 16 > 3 * devices / 2
     assert request.metrics.num_computed_tokens == len(prompts[0]) + NUM_TOKENS - 1
-    expected = oracle.complete(prompts[0], NUM_TOKENS).token_ids
-    assert request.output == expected
+    for answered in (request, short):
+        assert answered.output == oracle.complete(answered.prompt, NUM_TOKENS).token_ids
 
 
 @pytest.mark.parametrize("policy", GROUPS)
@@ -143,15 +150,18 @@ def test_a_group_is_preempted_and_resumes(engines: Engines, tiny: Path, oracle: 
     """The host holds one and a half of them."""
     llm = engines(tiny, parallel="2", **(HOST | {"policy": policy, "host_kv_gib": 0.0003}))
     prompts = prompts_of(270, 260, 30)
-    assert max(map(len, prompts)) + NUM_TOKENS > 192
-    assert llm.max_model_len < sum(len(prompt) + NUM_TOKENS for prompt in prompts)
-    assert_all_exact(llm, oracle, prompts, GREEDY)
+    assert max(map(len, prompts)) + 24 > 192
+    assert llm.max_model_len < sum(len(prompt) + 24 for prompt in prompts)
+    assert_all_exact(llm, oracle, prompts, LONGER)
     cluster, kv = llm.engine.config.cluster, llm.engine.kv
     assert all(free == kv.pool(i).num_blocks for i, free in enumerate(num_free_blocks(llm)))
     assert all(kv.pool(pool).num_free == kv.pool(pool).num_blocks for pool in cluster.host_pools)
 
 
-@pytest.mark.parametrize("policy", GROUPS)
+@pytest.mark.parametrize(
+    "policy",
+    ["auto", pytest.param("context", marks=pytest.mark.full), pytest.param("tetris", marks=pytest.mark.full)],
+)
 def test_a_member_is_killed_while_blocks_lie_on_its_host(
     tiny: Path, oracle: Oracle, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +244,6 @@ def test_preempted_requests_resume_from_a_small_host(engines: Engines, tiny: Pat
     """The host holds one and a half of them."""
     llm = engines(tiny, **(HOST | {"host_kv_gib": 0.0003}))
     prompts = prompts_of(150, 140, 30)
-    assert llm.max_model_len < sum(len(prompt) + NUM_TOKENS for prompt in prompts)
-    outputs = assert_all_exact(llm, oracle, prompts, GREEDY)
+    assert llm.max_model_len < sum(len(prompt) + 24 for prompt in prompts)
+    outputs = assert_all_exact(llm, oracle, prompts, LONGER)
     assert sum(output.metrics.num_preemptions for output in outputs) > 0

@@ -136,14 +136,14 @@ def test_prompts_are_scored_however_the_head_calls_its_layers(
 @pytest.mark.parametrize("instances", [1, 2])
 def test_survive_preemption(engines: Engines, tiny: Path, oracle: Oracle, instances: int) -> None:
     rng = random.Random(8)
-    prompts = [[rng.randrange(3, 199) for _ in range(rng.randint(30, 300))] for _ in range(16)]
+    prompts = [[rng.randrange(3, 199) for _ in range(rng.randint(30, 200))] for _ in range(8)]
     params = [
         SamplingParams(
-            temperature=0, max_tokens=80, ignore_eos=True, logprobs=2, prompt_logprobs=rng.choice([None, 0, 3])
+            temperature=0, max_tokens=40, ignore_eos=True, logprobs=2, prompt_logprobs=rng.choice([None, 0, 3])
         )
         for _ in prompts
     ]
-    num_blocks = 80 // instances
+    num_blocks = 34 // instances
     llm = engines(tiny, instances=instances, num_gpu_blocks_override=num_blocks, max_num_batched_tokens=2048)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert preempted(outputs) > 0

@@ -6,8 +6,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -113,12 +114,24 @@ def done_with(cluster: Cluster, moves: Sequence[MoveKV]) -> list[Completion]:
     return list(cluster.completions.values())
 
 
-@pytest.mark.parametrize("exchange", [RING_KV, RING_Q, ALLTOALL, CHAIN, GATHER_HIDDEN])
-@pytest.mark.parametrize(
-    ("parallel", "groups"),
-    [("4", [(0, 1), (0, 1, 2, 3)]), ("3", [(2,), (2, 0, 1)]), ("2xtp2", [(1,), (0, 1)]), ("2xtp2pp3", [(1,), (0, 1)])],
-    ids=["2 then 4", "1 then 3", "1 then 2 of tp 2", "1 then 2 of tp 2, pp 3"],
-)
+BALANCED: dict[str, list[tuple[int, ...]]] = {
+    "4": [(0, 1), (0, 1, 2, 3)],
+    "3": [(2,), (2, 0, 1)],
+    "2xtp2": [(1,), (0, 1)],
+    "2xtp2pp3": [(1,), (0, 1)],
+}
+"""The groups of a request before and after balancing, by split."""
+
+
+def balanced() -> Iterator[Any]:
+    """Yield each exchange with two splits, and each split with several exchanges. The rest are `full`."""
+    for row, exchange in enumerate((RING_KV, RING_Q, ALLTOALL, CHAIN, GATHER_HIDDEN)):
+        for column, (parallel, groups) in enumerate(BALANCED.items()):
+            marks = [pytest.mark.full] if (row + column) % 2 else []
+            yield pytest.param(parallel, groups, exchange, marks=marks, id=f"{parallel} {exchange}")
+
+
+@pytest.mark.parametrize(("parallel", "groups", "exchange"), [*balanced()])
 def test_balancing(
     folders: dict[str, Path],
     oracles: dict[str, Oracle],

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from engines import InOrderLauncher, ThreadLLM, num_free_blocks
+from engines import InOrderLauncher, Row, ThreadLLM, num_free_blocks, pairwise
 from oracle import Oracle
 from test_exact import prompts_of
 from thread_launcher import WorkerThread
@@ -46,17 +46,24 @@ def run_with(service: Service, changes: dict[int, str]) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("host", [{}, HOST], ids=["no host tier", "host tier"])
+CHANGES = [
+    ("pp2", ("tp2", "pp2")),
+    ("2", ("tp2", "pp2")),
+    ("2xpp2", ("tp4", "2")),
+    ("3", ("1", "pp2")),
+    ("1", ("3", "2xpp2")),
+    ("tp2", ("1", "5")),
+    ("tp2", ("2xtp2", "tp2pp2")),
+]
+"""The first spec, and the specs that follow it."""
+
+
 @pytest.mark.parametrize(
-    ("spec", "changes"),
+    ("spec", "changes", "host"),
     [
-        ("pp2", ("tp2", "pp2")),
-        ("2", ("tp2", "pp2")),
-        ("2xpp2", ("tp4", "2")),
-        ("3", ("1", "pp2")),
-        ("1", ("3", "2xpp2")),
-        ("tp2", ("1", "5")),
-        ("tp2", ("2xtp2", "tp2pp2")),
+        pytest.param(spec, changes, host, marks=[pytest.mark.full] if (number % 2 == 0) != bool(host) else [])
+        for number, (spec, changes) in enumerate(CHANGES)
+        for host in ({}, HOST)
     ],
 )
 def test_another_spec_in_mid_stream(
@@ -177,8 +184,17 @@ def test_an_engine_of_python_takes_another_spec(tiny: Path, oracle: Oracle) -> N
         assert all(free == llm.engine.kv.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
 
 
-@pytest.mark.parametrize("policy", ["chunked", "context"])
-@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("policy", "lost"),
+    [
+        ("chunked", 0),
+        ("context", 1),
+        ("chunked", 2),
+        pytest.param("context", 0, marks=pytest.mark.full),
+        pytest.param("chunked", 1, marks=pytest.mark.full),
+        pytest.param("context", 2, marks=pytest.mark.full),
+    ],
+)
 def test_requests_continue_after_an_instance_is_lost(tiny: Path, oracle: Oracle, lost: int, policy: str) -> None:
     service = make_service(tiny, parallel="3", policy=policy, **HOST)
     try:
@@ -281,19 +297,20 @@ def assert_exact(service: Service, requests: list[Request], oracle: Oracle) -> N
     assert all(account.num_free(pool) == account.num_blocks(pool) for pool in pools)
 
 
-@pytest.mark.parametrize("host", [{}, HOST], ids=["no host tier", "host tier"])
-@pytest.mark.parametrize("policy", ["tetris", "auto"])
-@pytest.mark.parametrize(
-    ("roles", "changes"),
-    [
+ROLE_CHANGES = {
+    "specs": (
         (("2", "1"), ("1 prefill + tp2 decode", "3 prefill + 2 decode")),
         (("1", "1"), ("3", "2 prefill + 2 decode")),
         (("tp2", "2"), ("2 prefill + pp2 decode", "2")),
-    ],
-)
-def test_roles_change_in_mid_stream(
-    tiny: Path, oracle: Oracle, roles: tuple[str, str], changes: tuple[str, str], policy: str, host: dict[str, float]
-) -> None:
+    ),
+    "policy": ("tetris", "auto"),
+    "host": ({}, HOST),
+}
+
+
+@pytest.mark.parametrize("row", pairwise(ROLE_CHANGES))
+def test_roles_change_in_mid_stream(tiny: Path, oracle: Oracle, row: Row) -> None:
+    (roles, changes), policy, host = row.values()
     service = make_service(tiny, prefill_parallel=roles[0], decode_parallel=roles[1], policy=policy, **host)
     try:
         requests = run_with(service, dict(zip((9, 40), changes, strict=True)))
@@ -303,10 +320,16 @@ def test_roles_change_in_mid_stream(
         service.close()
 
 
-@pytest.mark.parametrize("num_steps", [6, 14])
 @pytest.mark.parametrize(
-    ("lost", "remaining"),
-    [(1, "1 prefill + 2xtp2 decode"), (2, "2 prefill + tp2 decode"), (5, "2 prefill + tp2 decode")],
+    ("lost", "remaining", "num_steps"),
+    [
+        (1, "1 prefill + 2xtp2 decode", 6),
+        (1, "1 prefill + 2xtp2 decode", 14),
+        (2, "2 prefill + tp2 decode", 6),
+        (5, "2 prefill + tp2 decode", 14),
+        pytest.param(2, "2 prefill + tp2 decode", 14, marks=pytest.mark.full),
+        pytest.param(5, "2 prefill + tp2 decode", 6, marks=pytest.mark.full),
+    ],
 )
 def test_roles_shrink_by_the_instance_of_a_lost_rank(
     tiny: Path, oracle: Oracle, lost: int, remaining: str, num_steps: int
@@ -358,8 +381,17 @@ def test_phases_change_in_mid_stream(tiny: Path, oracle: Oracle, num_steps: int)
         service.close()
 
 
-@pytest.mark.parametrize("lost", [0, 3])
-@pytest.mark.parametrize("num_steps", [3, 12, 25])
+@pytest.mark.parametrize(
+    ("num_steps", "lost"),
+    [
+        (3, 0),
+        (12, 3),
+        (25, 0),
+        pytest.param(3, 3, marks=pytest.mark.full),
+        pytest.param(12, 0, marks=pytest.mark.full),
+        pytest.param(25, 3, marks=pytest.mark.full),
+    ],
+)
 def test_phases_shrink_both(tiny: Path, oracle: Oracle, num_steps: int, lost: int) -> None:
     service = make_service(tiny, **PHASES)
     try:

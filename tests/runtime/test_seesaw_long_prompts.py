@@ -14,10 +14,11 @@ from test_seesaw import assert_all_free, turning
 
 from longspan import SamplingParams
 
-PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, output_logits=True)
+NUM_TOKENS = 12
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, output_logits=True)
 LENGTHS = (20, 300, 45, 7, 250, 33, 60, 350, 12)
 SMALL = {"host_kv_gib": 0.0004, "num_gpu_blocks_override": 12}
-"""12 blocks of 16 tokens for each instance, and 39 for the host. The longest request takes 24."""
+"""12 blocks of 16 tokens for each instance, and 39 for the host. The longest request takes 23."""
 LIMIT = 12 * 16
 
 
@@ -28,7 +29,7 @@ def exchanges_of(outputs: Sequence[Any], step: str) -> list[set[str]]:
 
 def assert_computed_once(llm: ThreadLLM, outputs: Sequence[Any], lengths: Sequence[int], num_before: int) -> None:
     computed = [output.metrics.num_computed_tokens for output in outputs]
-    assert computed == [length + 23 for length in lengths], "prompt and output are computed once"
+    assert computed == [length + NUM_TOKENS - 1 for length in lengths], "prompt and output are computed once"
     assert len(llm.engine.transitions) > num_before
     assert_all_free(llm)
 
@@ -43,7 +44,7 @@ def test_long_prompts_alongside_short_ones_are_exact_and_computed_once(
     num_before = len(llm.engine.transitions)
     outputs = assert_all_exact(llm, odd_oracle, prompts_of(*LENGTHS), PARAMS)
     assert_computed_once(llm, outputs, LENGTHS, num_before + 2)
-    is_long = [length + 24 > LIMIT for length in LENGTHS]
+    is_long = [length + NUM_TOKENS > LIMIT for length in LENGTHS]
     assert exchanges_of(outputs, "prefill") == [{"ring_kv"} if long else {"local"} for long in is_long]
     assert exchanges_of(outputs, "decode") == [{"ring_q"} if long else {"local"} for long in is_long]
 
@@ -95,7 +96,7 @@ def test_a_second_turn_finds_the_kv_of_a_shared_prompt(engines: Engines, odd: Pa
     llm.set_policy("seesaw", {})
     [turn] = prompts_of(260)
     assert_all_exact(llm, odd_oracle, [turn], PARAMS)
-    turn = [*turn, *odd_oracle.complete(turn, 24).token_ids, *prompts_of(30)[0]]
+    turn = [*turn, *odd_oracle.complete(turn, NUM_TOKENS).token_ids, *prompts_of(30)[0]]
     [output] = assert_all_exact(llm, odd_oracle, [turn], PARAMS)
     assert output.metrics.num_cached_tokens >= 256
 
