@@ -80,7 +80,7 @@ def test_recorded_verdicts_equal_new_ones(paper: str, found: Callable[[], list[C
     assert KEPT["papers"][paper] == [claim.row() for claim in found()], "run make claims"
 
 
-def test_every_failing_claim_says_why_as_far_as_known() -> None:
+def test_every_failing_claim_states_its_known_cause() -> None:
     rows = [row for rows in KEPT["papers"].values() for row in rows]
     assert {row["verdict"] for row in rows} == set(VERDICTS) and KEPT["rules"] == RULES
     assert [row["says"] for row in rows if row["verdict"] != "holds" and not row["why"]] == []

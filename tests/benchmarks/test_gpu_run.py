@@ -92,7 +92,7 @@ def test_checks_name_files_that_exist_and_use_no_model_that_cannot_travel() -> N
 # ---------------------------------------------------------------- the report
 
 
-def test_checks_go_on_after_one_that_fails(tmp_path: Path) -> None:
+def test_checks_continue_after_a_failed_check(tmp_path: Path) -> None:
     result, report = run_checks("full", tmp_path, 'echo "said $@"; case "$1" in *ceilings.py) exit 3;; esac')
     assert result.returncode == 1, result.stderr
     assert [check["name"] for check in report["checks"]] == names("full")

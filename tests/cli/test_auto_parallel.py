@@ -68,7 +68,7 @@ def test_two_ranks() -> None:
     assert specs_of(2, 1) == [TWO, TP2]
 
 
-def test_a_candidate_is_what_the_engine_is_told() -> None:
+def test_a_candidate_holds_the_arguments_of_the_engine() -> None:
     given = EngineArgs(parallel="auto", host_kv_gib=1.0)
     static = Candidate(spec=PP2).options(given)
     assert static == replace(given, parallel="pp2", policy="chunked")
@@ -76,7 +76,7 @@ def test_a_candidate_is_what_the_engine_is_told() -> None:
     assert [one.spec for one in pair.phases] == [PP2, TP2]
 
 
-def test_the_quickest_is_taken_of_those_that_serve_the_most() -> None:
+def test_the_fastest_of_the_candidates_with_the_most_requests_is_chosen() -> None:
     slow, quick = Outcome(candidate=Candidate(spec=PP2), requests_per_s=2.0), Candidate(spec=TP2)
     assert best([slow, Outcome(candidate=quick, requests_per_s=3.0)]).candidate == quick
     assert best([slow, Outcome(candidate=quick, requests_per_s=3.0, num_refused=1)]) is slow
@@ -125,7 +125,7 @@ def test_outputs_are_as_long_as_asked_for_or_as_is_usual() -> None:
         ({"prefill_parallel": "2", "decode_parallel": "tp2"}, "exclude each other"),
     ],
 )
-def test_what_leaves_no_choice_is_refused(options: dict[str, Any], words: str) -> None:
+def test_arguments_that_leave_no_choice_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ParameterError, match=words):
         check_options(EngineArgs(parallel="auto", **options))
 
@@ -197,7 +197,7 @@ def test_without_memory_on_the_host_the_best_spec_is_taken(
     assert "longspan: uses tp2: " in err
 
 
-def test_without_a_profile_the_user_is_told_how_to_make_one(
+def test_without_a_profile_the_message_names_the_command_that_makes_it(
     batch: Callable[..., int], tiny: Path, started: list[ThreadLLM], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert batch("--attention-backend", "torch") == 2

@@ -110,7 +110,7 @@ def test_a_stop_token_ends_the_output_and_is_its_reason(llm: LLM) -> None:
     assert completion.text == llm.input_processor.tokenizer.decode(completion.token_ids[:-1])
 
 
-def test_outputs_come_in_order_as_soon_as_their_turn_has_come(llm: LLM) -> None:
+def test_outputs_are_printed_in_order_without_delay(llm: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in (4, 2, 200)]
     outputs = llm.generate_each(["a", "b", "c"], params)
     assert [len(next(outputs).outputs[0].token_ids) for _ in range(2)] == [4, 2]

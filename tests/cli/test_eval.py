@@ -140,7 +140,7 @@ def test_perplexity_is_of_every_token_but_the_first(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.usefixtures("reader")
-def test_a_run_is_compared_with_one_that_was_saved(
+def test_a_run_is_compared_with_a_saved_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = str(tmp_path / "exact.json")

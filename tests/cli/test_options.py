@@ -67,7 +67,7 @@ APP = App(default_command=paint, result_action="return_value", print_error=False
         ("-w 2", Size(width=2)),
     ],
 )
-def test_fields_become_flags_and_come_back_as_one_object(
+def test_fields_become_flags_and_are_parsed_into_one_object(
     given: str, made: Size, capsys: pytest.CaptureFixture[str]
 ) -> None:
     APP(["red", *given.split()])

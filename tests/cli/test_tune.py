@@ -167,7 +167,7 @@ def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.
     assert said.out == "" and words in said.err and len(said.err.splitlines()) == 1
 
 
-def test_what_cannot_be_tuned(
+def test_inputs_that_cannot_be_tuned_are_refused(
     clock: Callable[[int], None],
     tune: Callable[..., int],
     tmp_path: Path,

@@ -35,7 +35,7 @@ PARTITIONS = st.lists(st.integers(1, 300), min_size=1, max_size=6).map(tuple)
 LAYERS = st.integers(1, 6)
 
 
-def test_one_member_does_everything_in_turn() -> None:
+def test_a_single_member_computes_layers_sequentially() -> None:
     timeline = chain(FREE, 3, (4,))
     assert timeline.ttft_s == 3 * (4 * 1.0 + 16 * 0.5 + 4 * 2.0)
     assert timeline.busy_s == (timeline.ttft_s,)

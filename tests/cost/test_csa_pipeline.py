@@ -91,7 +91,7 @@ def test_exact_attention_of_one_level_overlaps_nothing() -> None:
     assert layer_time(work, (1,), RATES, rated=False, samples=False) == pytest.approx(sum(seconds))
 
 
-def test_what_comes_is_hidden_by_the_own_partition() -> None:
+def test_transfers_are_hidden_by_attention_to_the_own_partition() -> None:
     assert layer_time(two_members(coming=7, results=0, near=7, at_once=4, by_piece=11), (1,), UNIT) == 3 + 7 + 15 + 2
     assert layer_time(two_members(coming=8, results=0, near=7, by_piece=11), (1,), UNIT) == 3 + 8 + 11 + 2
 
@@ -227,7 +227,7 @@ def test_enumeration_finds_the_best_of_all(hosts, deviations) -> None:
         assert found.ttft_s == group.ttft_s(40000, found.configuration) <= max_ttft_s
 
 
-def test_what_no_configuration_meets_is_said() -> None:
+def test_a_constraint_that_no_configuration_meets_is_reported() -> None:
     assert least_loss(SMALL.choices(GROUP, 40000, invented), 1e-9) is None
     across = replace(GROUP, racks=2, hosts=(0, 0, 1, 1))
     assert across.levels() == (3,)

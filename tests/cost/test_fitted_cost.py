@@ -136,7 +136,7 @@ def test_decodes_of_two_groups_send_the_messages_of_both() -> None:
     assert found == dict.fromkeys((0, 1, 2), pytest.approx(both, rel=1e-3)), "members of a group with 0 wait for it"
 
 
-def test_members_that_compute_tokens_of_others_wait_for_each_other() -> None:
+def test_members_that_compute_tokens_of_their_peers_wait_for_each_other() -> None:
     shared = part(0, 300, 301, 0, 1, exchange=RING_Q)
     alone, more_s = decode_s(2, 300), 0.7 - DECODE[1][1]
     measured = profile()

@@ -61,7 +61,7 @@ def prefill(new: int, cached: int, *seconds: float, members: int = 2, exchange: 
 
 
 @given(COEFFICIENTS)
-def test_a_fit_finds_what_made_the_times(coefficients: tuple[float, float, float, float]) -> None:
+def test_a_fit_recovers_the_coefficients_of_the_times(coefficients: tuple[float, float, float, float]) -> None:
     a, b, c, d = coefficients
     fit = fit_times([(n, p, a + b * n + c * p * n + d * n * n) for n, p in PROMPTS])
     assert fit is not None and fit.max_error < 1e-6
@@ -106,7 +106,7 @@ def _uneven_samples() -> list[list[tuple[int, int, float]]]:
     return [[(n, p, (1e-3 * n + 1e-7 * n * n) * draw.uniform(0.9, 1.1)) for n, p in PROMPTS] for _ in range(20)]
 
 
-def test_predictions_are_what_was_measured_where_it_was() -> None:
+def test_predictions_at_measured_points_equal_the_measurements() -> None:
     draw = random.Random(1)
     samples = tuple((n, p, (1e-3 * n + 1e-7 * n * n) * draw.uniform(0.8, 1.2)) for n, p in PROMPTS)
     fit = fit_times(samples)
@@ -155,7 +155,7 @@ def test_times_add_up_and_survive_the_file() -> None:
 @pytest.mark.parametrize(
     "text", ["", "{}", '{"subject": {}, "prefills": []}', '{"prefills": [{"members": 2, "exchange": "local"}]}']
 )
-def test_what_is_no_profile_is_refused(text: str) -> None:
+def test_an_invalid_profile_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a profile: "):
         Profile.from_json(text)
 
@@ -171,7 +171,7 @@ def test_what_is_no_profile_is_refused(text: str) -> None:
         {"seconds": (0.0,)},
     ],
 )
-def test_what_is_no_prefill_is_refused(wrong: dict[str, object]) -> None:
+def test_an_invalid_prefill_is_refused(wrong: dict[str, object]) -> None:
     good = {"members": 2, "exchange": "ring_kv", "new_tokens": 5, "cached_tokens": 0, "seconds": (1.0,)}
     with pytest.raises(ValueError, match=r"not a profile: "):
         Profile.from_json(in_profile(prefills=[good | wrong]))
@@ -213,7 +213,7 @@ def test_links_are_of_a_kind_and_a_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(0, 1.0), (5, 0.0), (5,)])
-def test_what_is_no_transfer_is_refused(wrong: tuple[float, ...]) -> None:
+def test_an_invalid_transfer_is_refused(wrong: tuple[float, ...]) -> None:
     transfer = {"kind": "host_copy", "members": 1, "num_bytes": int(wrong[0]), "seconds": wrong[1:]}
     with pytest.raises(ValueError, match="not a profile: "):
         Profile.from_json(in_profile(transfers=[transfer]))
@@ -256,7 +256,7 @@ def test_default_lengths_are_prompts_of_the_model(max_model_len: int) -> None:
         assert lengths[-1] == max_model_len - 1
 
 
-def test_what_is_missing_is_measured_in_turns_and_once() -> None:
+def test_missing_measurements_alternate_and_are_taken_once() -> None:
     profile, prompts = Profile(profile_key=SUBJECT), [(512, 0), (16, 512)]
     tasks = all_missing(profile, {1, 2}, prompts, ROOM, 2)
     once = tasks[: len(tasks) // 2]
@@ -300,7 +300,7 @@ def named(tasks: list[Prefill | Decode]) -> list[tuple[Exchange, int, int]]:
     return [(task.kind[1], task.new_tokens, task.cached_tokens) for task in tasks if isinstance(task, Prefill)]
 
 
-def test_one_instance_is_measured_anew_beside_another_number_of_busy_ones() -> None:
+def test_a_single_instance_is_measured_again_for_another_number_of_busy_instances() -> None:
     profile, prompts = Profile(profile_key=SUBJECT), [(512, 0), (16, 512)]
     tasks = all_missing(profile, {1}, prompts, ROOM, 1)
     for one in (prefill(512, 0, 1.0, members=1, exchange="local"), prefill(16, 512, 1.0, members=1, exchange="local")):

@@ -193,7 +193,7 @@ def test_mistakes_are_refused(options: dict[str, str], words: str) -> None:
         assert policy.settings == csps().settings
 
 
-def test_more_instances_have_less_each_of_what_is_not_attention() -> None:
+def test_more_instances_compute_less_each_outside_attention() -> None:
     rest = [rates_of(TUNED, FACTS, (0,) * members).rest_s for members in (2, len(TUNED.hosts), 8)]
     assert rest[1] == TUNED.rates.rest_s
     assert rest[0] * 2 == pytest.approx(rest[1] * len(TUNED.hosts)) == pytest.approx(rest[2] * 8)

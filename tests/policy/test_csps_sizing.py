@@ -49,7 +49,7 @@ test_any_workload_finishes_lawfully = finishes_lawfully(setups())
 @pytest.mark.parametrize(
     ("length", "sizes"), [(64, [64]), (65, [64, 1]), (200, [64, 64, 64, 8]), (600, [80] * 7 + [40])]
 )
-def test_the_length_says_how_many_share(length: int, sizes: list[int]) -> None:
+def test_the_prompt_length_determines_the_number_of_instances(length: int, sizes: list[int]) -> None:
     """All have a partition, and the last one what is left; a prompt that is longer than all has larger ones."""
     served = cluster()
     request = served.add(tokens(length), max_tokens=3)

@@ -106,7 +106,7 @@ def test_questions_about_one_document_decode_on_all_members(num_shared: int) -> 
     assert steps and all(step == {0: 4, 1: 4} for step in steps)
 
 
-def test_what_members_hold_stays_even() -> None:
+def test_the_kv_of_members_stays_even() -> None:
     capacity = Capacity(tokens=(64,) * 4, blocks=(999,) * 4, block_size=16)
     for first in range(4):
         for held in ([], [0, 1, 2, 3, 0], [1] * 9, [3, 3, 2]):

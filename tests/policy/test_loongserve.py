@@ -87,7 +87,7 @@ def test_no_group_grows_to_an_instance_without_a_request_slot() -> None:
     uneven=st.integers(0, 3),
     ahead=st.integers(1, 2),
 )
-def test_all_are_served_and_all_blocks_come_back(
+def test_all_requests_finish_and_all_blocks_are_freed(
     lengths: list[tuple[int, int]], instances: int, blocks: int, uneven: int, ahead: int
 ) -> None:
     cluster = Cluster(setup(num_instances=instances, num_blocks=blocks, uneven=uneven, max_steps_in_flight=ahead))

@@ -209,7 +209,7 @@ def until_decoding(cluster: Cluster, *requests: Request) -> None:
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("prefill-first", "PPDPPD"), ("decode-first", "PPDDPPD")])
-def test_a_prompt_that_comes_while_others_decode(policy: str, expected: str) -> None:
+def test_a_prompt_that_arrives_during_decodes_is_cut_by_the_budget(policy: str, expected: str) -> None:
     """It is cut in two by the tokens of a step."""
     cluster = Cluster(Setup(policy=policy, max_num_batched_tokens=64, max_steps_in_flight=1))
     first = cluster.add([1] * 100, max_tokens=3)

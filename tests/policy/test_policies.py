@@ -131,7 +131,7 @@ def test_auto_names_the_roles_that_rule_an_option_out() -> None:
         ("context", 3, {"fractions": "0.5,0.5"}, "fractions 0.5,0.5 are 2, but there are 3 instances"),
     ],
 )
-def test_what_a_policy_refuses(name: str, instances: int, options: dict[str, str], message: str) -> None:
+def test_a_policy_refuses_invalid_options(name: str, instances: int, options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_policy(name, num_instances=instances, options=options)
 
@@ -177,7 +177,7 @@ def test_options_are_read_from_text() -> None:
 
 @given(st.integers(1, 4), st.integers(1, 6), st.sampled_from([1, 4, 16]), st.integers(1, 40), st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
-def test_capacity_is_what_is_sure_to_fit(
+def test_capacity_is_the_longest_request_that_always_fits(
     num_instances: int, num_blocks: int, size: int, tokens: int, first: int
 ) -> None:
     """A request of that length, alone, finishes whether it comes as a prompt or grows; also behind a cached prefix."""
@@ -219,7 +219,9 @@ def shapes(draw: st.DrawFn, num_members: int) -> Shape:
 
 @given(chunks(), st.data())
 @settings(max_examples=600)
-def test_a_chunk_fits_its_room(case: tuple[int, int, list[int], Capacity], data: st.DataObject) -> None:
+def test_a_chunk_fits_its_budget_and_free_blocks(
+    case: tuple[int, int, list[int], Capacity], data: st.DataObject
+) -> None:
     start, stop, owners, room = case
     size = room.block_size
     sharded = shard_chunk(start, stop, owners, room, data.draw(shapes(len(room.tokens))))
@@ -246,7 +248,7 @@ def test_a_chunk_fits_its_room(case: tuple[int, int, list[int], Capacity], data:
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([1, 16]), st.integers(0, 3))
-def test_with_equal_room_a_chunk_is_even_and_as_large_as_blocks_allow(
+def test_with_equal_free_blocks_a_chunk_is_even_and_as_large_as_blocks_allow(
     num_members: int, num_blocks: int, size: int, num_before: int
 ) -> None:
     """An even number of blocks each: an odd one would make one member's causal work longer."""
@@ -259,7 +261,7 @@ def test_with_equal_room_a_chunk_is_even_and_as_large_as_blocks_allow(
     assert sizes(sharded) == [most] * num_members
 
 
-def test_fractions_fill_the_room_of_the_busiest_member() -> None:
+def test_fractions_fill_the_free_blocks_of_the_busiest_member() -> None:
     room = Capacity(tokens=(2048, 2048), blocks=(99, 99), block_size=256)
     sharded = shard_chunk(0, 9000, [], room, Shape(layout="contiguous", fractions=(0.6, 0.4)))
     assert sharded is not None and sizes(sharded) == [2048, 1280]
@@ -272,7 +274,7 @@ def test_a_whole_rest_that_fits_is_dealt_at_once() -> None:
     assert sharded is not None and sum(sizes(sharded)) == 90
 
 
-def test_members_take_turns_and_who_holds_two_blocks_more_waits() -> None:
+def test_members_alternate_and_a_member_two_blocks_ahead_waits() -> None:
     room = Capacity(tokens=(8, 8, 8), blocks=(9, 9, 9), block_size=4)
     for owners, first, expected in (
         ([0, 1, 2], 0, 0),
@@ -348,7 +350,7 @@ def test_a_prompt_starts_only_when_all_of_it_has_room() -> None:
     assert [request.metrics.num_preemptions for request in cluster.requests] == [0, 0, 0]
 
 
-def test_the_last_come_gives_way() -> None:
+def test_the_latest_request_is_preempted() -> None:
     cluster = Cluster(Setup(num_blocks=6, block_size=4))
     first, second, third = (cluster.add([number] * 7, max_tokens=10) for number in range(3))
     cluster.run()
@@ -361,7 +363,7 @@ def test_the_last_come_gives_way() -> None:
     assert finished == sorted(finished, key=lambda time: time or 0.0)
 
 
-def test_who_holds_no_block_where_one_is_missing_is_no_victim() -> None:
+def test_a_request_without_blocks_on_the_full_instance_is_no_victim() -> None:
     """The first request needs a third block of an instance that has two; the last one's blocks lie elsewhere."""
     account = KvAccount([2, 2], block_size=4)
     growing, elsewhere = running(account, 0, num_tokens=8), running(account, 1, num_tokens=3)
@@ -371,7 +373,7 @@ def test_who_holds_no_block_where_one_is_missing_is_no_victim() -> None:
 
 
 @pytest.mark.parametrize("last_step", [-1, 5])
-def test_output_that_is_computed_anew_takes_no_turn_of_decodes(last_step: int) -> None:
+def test_recomputed_output_does_not_delay_decodes(last_step: int) -> None:
     """On two stages one of two requests would have to wait: the one that was in a step last."""
     account = KvAccount([20, 20], block_size=4)
     decoding, back = running(account, 0, num_tokens=12), running(account, 0, num_tokens=12)
@@ -422,7 +424,7 @@ def view_of(account: KvAccount, requests: list[Request]) -> ClusterView:
     )
 
 
-def test_a_dealt_prompt_leaves_others_their_part_of_the_budget() -> None:
+def test_a_dealt_prompt_leaves_other_requests_their_part_of_the_budget() -> None:
     cluster = Cluster(
         Setup(num_instances=2, options={"threshold": "100", "long_share": "0.5"}, max_num_batched_tokens=64)
     )
@@ -483,7 +485,7 @@ def test_a_following_turn_goes_where_its_prefix_lies() -> None:
     assert cluster.engine.counts.num_prefix_queries == 3 * 100 + 3 * 106
 
 
-def test_short_requests_pass_the_long_ones_that_wait_for_a_long_one() -> None:
+def test_short_requests_pass_long_requests_that_wait_for_a_long_request() -> None:
     options = {"threshold": "100"}
     cluster = Cluster(Setup(num_instances=2, num_blocks=200, options=options, max_num_batched_tokens=64))
     first, second = (cluster.add([number] * 1000, max_tokens=2) for number in (1, 2))

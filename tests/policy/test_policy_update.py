@@ -74,7 +74,9 @@ def test_auto_is_told_by_its_real_name() -> None:
         ("chunked", {"improvement_rate": "0.3"}, ValueError, "policy chunked has no option 'improvement_rate'.*: none"),
     ],
 )
-def test_what_is_refused_changes_nothing(name: str, change: dict[str, str], kind: type[ValueError], words: str) -> None:
+def test_a_refused_update_changes_nothing(
+    name: str, change: dict[str, str], kind: type[ValueError], words: str
+) -> None:
     policy = policy_of(name, **({"sp": "2"} if name == "fixed-sp" else {}))
     before = policy.settings
     with pytest.raises(ValueError, match=words) as caught:

@@ -204,7 +204,7 @@ def test_chunks_shorten_the_wait() -> None:
     assert with_chunks < 0.95 * without
 
 
-def test_who_comes_later_does_not_pass_on_the_same_instances() -> None:
+def test_a_later_prompt_does_not_overtake_on_the_same_instances() -> None:
     """A prompt that is planned behind a long one on all instances waits for it, and for nobody else."""
     cluster = tetris()
     first, second, third = (cluster.add([n] * length, max_tokens=1) for n, length in enumerate((8000, 400, 400)))
@@ -213,7 +213,7 @@ def test_who_comes_later_does_not_pass_on_the_same_instances() -> None:
     assert min(first_step(cluster, one) for one in (second, third)) > last_step(cluster, first)
 
 
-def test_a_decode_goes_on_beside_prompts() -> None:
+def test_a_decode_continues_alongside_prompts() -> None:
     """Every step of the prompt has the decode of its instances in it."""
     cluster = tetris()
     decoding = cluster.add(range(100), max_tokens=40)

@@ -69,7 +69,7 @@ def bare(value: Any) -> Any:
 
 @settings(RANDOM_RUNS, max_examples=100)
 @given(setups() | ALIKE, st.lists(jobs(), min_size=1, max_size=10))
-def test_policies_only_read_and_only_what_is_declared(setup: Setup, work: list[Job]) -> None:
+def test_policies_read_only_declared_attributes_and_write_nothing(setup: Setup, work: list[Job]) -> None:
     expected, guards = play(setup, work).executor.steps, dict[int, Guard]()
 
     def guarded(*, kv: KvAccount, **given: object) -> object:

@@ -113,7 +113,7 @@ def test_keys_are_not_in_the_text_of_settings() -> None:
     assert "sesame" not in repr(ServerSettings(model_names=("m",), api_keys=("sesame",)))
 
 
-def test_a_request_id_comes_back_and_names_the_answer() -> None:
+def test_a_request_id_is_returned_and_names_the_answer() -> None:
     client = client_of(make_server())
     response = client.post("/v1/completions", json=BODY, headers={"x-request-id": "mine-7"})
     assert (response.headers["x-request-id"], response.json()["id"]) == ("mine-7", "cmpl-mine-7")

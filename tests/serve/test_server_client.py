@@ -125,7 +125,7 @@ def test_a_request_is_streamed_or_taken_whole(events: Path) -> None:
     assert not told(events, "Cancel")
 
 
-def test_what_told_nothing_is_computed_by_the_next_engine_and_keeps_its_place(events: Path) -> None:
+def test_a_request_without_output_is_computed_by_the_next_engine_and_keeps_its_place(events: Path) -> None:
     async def check() -> None:
         async with started(events, max_engine_requests=10) as client:
             assert num_tokens(await streamed(await client.submit([engine_request(DIE_ONCE)]))) == 3
@@ -136,7 +136,7 @@ def test_what_told_nothing_is_computed_by_the_next_engine_and_keeps_its_place(ev
     assert len(told(events, "start")) == 2
 
 
-def test_what_was_not_accepted_yet_must_be_by_the_next_engine(events: Path) -> None:
+def test_a_request_that_was_not_accepted_must_be_accepted_by_the_next_engine(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
             submitting = asyncio.create_task(client.submit([engine_request(UNACCEPTED), engine_request(SAY)]))
@@ -237,7 +237,7 @@ def test_an_api_server_that_was_stopped_does_not_take_its_engine_for_lost(events
     assert len(told(events, "start")) == 1
 
 
-def test_what_an_engine_does_not_accept_is_bounded(events: Path) -> None:
+def test_requests_that_an_engine_has_not_accepted_are_bounded(events: Path) -> None:
     """It hangs, say. What it could run at once (2 requests, 128 tokens) counts beside its queue."""
 
     async def check() -> None:
@@ -259,7 +259,7 @@ def test_what_an_engine_does_not_accept_is_bounded(events: Path) -> None:
     asyncio.run(check())
 
 
-def test_no_message_is_missed_while_others_are_sent(events: Path) -> None:
+def test_no_message_is_missed_while_messages_are_sent(events: Path) -> None:
     """A send on the socket must not swallow the wake-up of a message that came in meanwhile."""
 
     async def ask(client: EngineClient) -> int:
@@ -279,7 +279,7 @@ def test_no_message_is_missed_while_others_are_sent(events: Path) -> None:
 
 
 @pytest.mark.parametrize("what", [SILENT, UNACCEPTED, BEGIN])
-def test_who_leaves_cancels(events: Path, what: int) -> None:
+def test_a_client_that_disconnects_cancels_its_request(events: Path, what: int) -> None:
     async def check() -> None:
         async with started(events) as client:
             task = asyncio.create_task(_read(client, what))
@@ -312,7 +312,7 @@ def test_whatever_fails_after_acceptance_reaches_the_reader() -> None:
     asyncio.run(check())
 
 
-def test_what_fails_before_acceptance_reaches_who_submits_and_who_reads() -> None:
+def test_an_error_before_acceptance_reaches_submit_and_stream() -> None:
     async def check() -> None:
         answer = OutputQueue([engine_request(SAY)], lambda _: None)
         answer.fail(QueueFullError("full"))
@@ -355,7 +355,7 @@ def test_an_engine_whose_process_cannot_be_made_is_told_at_once(
     asyncio.run(check())
 
 
-def test_only_what_is_unfinished_and_untold_is_repeated() -> None:
+def test_only_unfinished_requests_without_output_are_repeated() -> None:
     async def check() -> None:
         begun = Delta(id=0, choice=0, text="", token_ids=[], logprobs=None, finish_reason=None, stop_reason=None)
         done = replace(begun, finish_reason="length")
@@ -375,7 +375,9 @@ def test_only_what_is_unfinished_and_untold_is_repeated() -> None:
     ("name", "error", "message"),
     [(WRONG, ValueError, "a wrong setup"), (ENDS_AT_ONCE, EngineLostError, "ended with code 3")],
 )
-def test_an_engine_that_cannot_start_says_why(events: Path, name: str, error: type[Exception], message: str) -> None:
+def test_an_engine_that_cannot_start_states_the_cause(
+    events: Path, name: str, error: type[Exception], message: str
+) -> None:
     async def check() -> None:
         with pytest.raises(error, match=message):
             async with started(events.with_name(name)):
@@ -402,7 +404,7 @@ def test_an_engine_that_is_killed_for_lack_of_memory_says_so(
     assert ("memory" in said and "--kv-cache-memory-bytes" in said) == (num_kills[0] < num_kills[-1])
 
 
-def test_a_start_can_be_given_up(events: Path) -> None:
+def test_a_start_can_be_aborted(events: Path) -> None:
     async def check() -> None:
         before_s = time.monotonic()
         with pytest.raises(TimeoutError):

@@ -62,7 +62,7 @@ def test_the_policy_is_told_and_changed(client: TestClient, server: Server) -> N
         ({}, 400, None, "give an option of policy tetris that is to change, and its value: improvement_rate, chunking"),
     ],
 )
-def test_what_the_api_server_refuses_never_reaches_the_engine(
+def test_an_update_refused_by_the_api_server_never_reaches_the_engine(
     client: TestClient, server: Server, body: Any, status: int, param: str | None, words: str
 ) -> None:
     error = error_of(client.post("/admin/policy", json=body), status)
@@ -72,7 +72,7 @@ def test_what_the_api_server_refuses_never_reaches_the_engine(
     assert not fake_of(server).updates
 
 
-def test_what_the_engine_refuses_is_400_with_its_words(client: TestClient, server: Server) -> None:
+def test_an_update_refused_by_the_engine_is_400_with_its_message(client: TestClient, server: Server) -> None:
     fake_of(server).failure = ValueError("min_chunk must be at least 1, but 0 given")
     error = error_of(client.post("/admin/policy", json={"min_chunk": 0}), 400)
     assert (error["message"], error["param"]) == ("min_chunk must be at least 1, but 0 given", "min_chunk")
@@ -161,7 +161,7 @@ def test_a_new_engine_that_refuses_the_changes_is_told_of(events: Path, caplog: 
     asyncio.run(check())
 
 
-def test_nobody_waits_for_an_engine_that_is_lost(events: Path) -> None:
+def test_an_update_does_not_wait_for_a_lost_engine(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
             with pytest.raises(EngineLostError, match="the engine core was lost"):
@@ -219,7 +219,7 @@ def test_a_policy_changes_while_requests_run_and_they_stay_as_they_are(tetris_se
 
 
 @pytest.mark.parametrize("what", ["worker", pytest.param("engine", marks=pytest.mark.attack)])
-def test_what_was_changed_outlives_lost_processes(tetris_server: ServerProcess, what: str) -> None:
+def test_changed_options_outlive_lost_processes(tetris_server: ServerProcess, what: str) -> None:
     client = tetris_server.client
     client.ask("POST", "/admin/policy", {"improvement_rate": 0.45})
     num_before = num_losses(tetris_server)

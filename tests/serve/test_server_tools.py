@@ -117,7 +117,7 @@ def test_calls_in_a_stream_are_those_of_the_whole_answer(client: OpenAI) -> None
     assert streamed.usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_several_calls_come_in_one_answer(client: OpenAI) -> None:
+def test_an_answer_may_hold_several_calls(client: OpenAI) -> None:
     """The answer ends as soon as it may, but not before `min_tokens`."""
     options: Any = {**TALK, "tools": TOOLS[1:], "temperature": 0, "logit_bias": {END: 100}}
     one, several = (

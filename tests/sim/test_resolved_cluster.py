@@ -116,7 +116,7 @@ def test_compared_policies_show_their_own_pools(capsys: pytest.CaptureFixture[st
         ("auto,fixed-sp", "--prefill-parallel 2 --decode-parallel 1 -o sp=2", ""),
     ],
 )
-def test_auto_can_be_compared_with_others(
+def test_auto_can_be_compared_with_other_policies(
     policies: str, cluster: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("simulate", *MODEL, *FEW, *cluster.split(), "--policy", policies, "--json") == 0

@@ -179,7 +179,7 @@ def test_a_stream_ends_a_layer_after_its_step_or_when_its_bytes_are_sent() -> No
     assert ends([forward(1, 0), streaming(8)]) == [([1], 2.0), ([2], 6.0), ([3], 10.0)]
 
 
-def test_a_move_waits_for_streams_on_the_same_way_and_shares_links_with_others() -> None:
+def test_a_move_waits_for_streams_on_the_same_way_and_shares_links_with_other_moves() -> None:
     streaming = replace(forward(1, 0, num_tokens=6), streams=(move(2, 0, 1),))
     assert ends([streaming, move(3, 0, 1)]) == [([1], 4.0), ([2], 4.5), ([3], 6.5)]
     assert ends([streaming, move(3, 3, 1, 4)]) == [([1], 4.0), ([2], 4.5), ([3], 6.0)]

@@ -100,9 +100,7 @@ def test_all_requests_finish_and_the_same_input_gives_the_same_result(
 
 @given(arrivals(), faults, st.sampled_from(["20", "100000"]))
 @settings(max_examples=40, deadline=None)
-def test_the_time_of_a_request_is_split_into_what_it_was_spent_on(
-    asked: list[Arrival], broken: Faults, threshold: str
-) -> None:
+def test_the_time_of_a_request_is_split_by_cause(asked: list[Arrival], broken: Faults, threshold: str) -> None:
     seen = Timeline()
     for one in run(asked, 2, {"threshold": threshold}, faults=broken, watch=seen.observers(COST)).served:
         split = seen.split(one)
@@ -208,7 +206,7 @@ def chunk(request_id: int, group: tuple[int, ...], runs: SpanShards, exchange: E
     return part_of(group, request_id=request_id, stop=num_tokens, runs=runs, exchange=exchange)
 
 
-def test_whoever_works_with_a_straggler_waits_for_it() -> None:
+def test_members_of_a_group_wait_for_its_straggler() -> None:
     """Members of a ring end together, also with a slow one; of a chain, those before it do not wait."""
 
     def seconds(exchange: Exchange, slow: dict[int, float]) -> dict[int, float]:
@@ -223,7 +221,7 @@ def test_whoever_works_with_a_straggler_waits_for_it() -> None:
     assert seconds(RING_KV, {0: 0.5}) == {0: 1.0, 1: 1.0, 2: 1.0}
 
 
-def test_the_time_of_an_instance_is_shared_among_what_it_computes() -> None:
+def test_the_time_of_an_instance_is_shared_among_its_parts() -> None:
     """By tokens; a part without tokens of its own, or of other instances, takes none of it."""
     seen = Timeline()
     watch = seen.observers(LinearCost())
@@ -290,7 +288,7 @@ def test_an_instance_that_is_not_there_cannot_be_slow() -> None:
 # ---------------------------------------------------------------- requests
 
 
-def test_who_asks_for_too_much_is_refused_with_all_that_follows() -> None:
+def test_a_request_beyond_capacity_is_refused_with_its_later_turns() -> None:
     asked = as_conversations(
         [
             Arrival(due_s=1.0 * place, prompt=prompt_of(place, 2000 if place == 2 else 9), output_len=2)
@@ -304,7 +302,7 @@ def test_who_asks_for_too_much_is_refused_with_all_that_follows() -> None:
     assert [one.index for one in result.served] == [0, 1, 4, 5]
 
 
-def test_what_prompts_share_is_computed_once() -> None:
+def test_a_shared_prefix_is_computed_once() -> None:
     asked = [
         Arrival(due_s=10.0 * place, prompt=prompt_of(place, 100, shared_len=64), output_len=1) for place in range(3)
     ]

@@ -36,7 +36,9 @@ def test_a_slice_of_one_text_is_no_list() -> None:
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 1))
-def test_equal_names_are_equal_tokens_and_no_others(length: int, shared: int, blocks: list[int], which: int) -> None:
+def test_equal_names_are_equal_tokens_and_different_names_are_not(
+    length: int, shared: int, blocks: list[int], which: int
+) -> None:
     one = list(prompt_of(1, length, shared=which, shared_len=shared, blocks=blocks, block_len=8))
     other = list(prompt_of(2, length, shared=0, shared_len=shared, blocks=blocks, block_len=8))
     assert len(one) == len(other) == length

@@ -256,7 +256,7 @@ def test_a_trace_of_several_policies_has_their_processes_apart(tmp_path: Path) -
         ("a100-sxm-80g", ("--policy", "loongserve"), ("There is no comparison for loongserve", ">chunked<")),
     ],
 )
-def test_the_page_says_how_far_it_is_from_reality(
+def test_the_page_states_its_error_against_real_runs(
     hardware: str, options: tuple[str, ...], words: tuple[str, ...], tmp_path: Path
 ) -> None:
     page = tmp_path / "page.html"

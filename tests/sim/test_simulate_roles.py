@@ -40,7 +40,7 @@ def test_one_backend_serves_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert one["e2e_p50_s"] > 1.1 * all_of_them["e2e_p50_s"]
 
 
-def test_decodes_of_csps_do_not_wait_for_prompts_that_others_compute() -> None:
+def test_decodes_of_csps_do_not_wait_for_prompts_of_other_instances() -> None:
     """A short request decodes while long ones come, which then decode on both of its instances."""
     short = Arrival(due_s=0.0, prompt=text(1, 100), output_len=200)
     long = [Arrival(due_s=0.1 * index, prompt=text(3 * index, 40_000), output_len=50) for index in range(1, 4)]

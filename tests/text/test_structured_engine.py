@@ -149,7 +149,7 @@ def test_with_ignore_eos_ends_follow_the_end(llm: LLM) -> None:
     assert set(output.token_ids[num_text:]) <= set(llm.info.eos_token_ids)
 
 
-def test_stops_end_what_is_not_complete(llm: LLM) -> None:
+def test_stop_conditions_end_incomplete_output(llm: LLM) -> None:
     by_text = only(llm, structured_outputs=form(choice=["dark red"]), stop=" r")
     assert (by_text.text, by_text.finish_reason, by_text.stop_reason) == ("dark", "stop", " r")
     [red] = llm.tokenize(" red")
@@ -159,7 +159,7 @@ def test_stops_end_what_is_not_complete(llm: LLM) -> None:
     assert (short.finish_reason, len(short.token_ids)) == ("length", 3)
 
 
-def test_bias_and_penalties_choose_among_what_is_allowed(llm: LLM) -> None:
+def test_bias_and_penalties_choose_among_allowed_tokens(llm: LLM) -> None:
     [red, blue, the] = (llm.tokenize(text)[0] for text in ("red", "blue", "the"))
     for favoured, text in ((red, "red"), (blue, "blue")):
         output = only(llm, structured_outputs=form(choice=["red", "blue"]), logit_bias={favoured: 60.0, the: 100.0})

@@ -285,7 +285,7 @@ def test_an_output_that_is_cut_anywhere_shows_no_part_of_the_form_of_calls(
 
 @pytest.mark.parametrize("form", ["hermes", "mistral"])
 @pytest.mark.parametrize("reason", ["stop", "length"])
-def test_what_only_looks_like_the_beginning_of_a_call_is_text(form: str, reason: str) -> None:
+def test_text_that_resembles_the_beginning_of_a_call_is_text(form: str, reason: str) -> None:
     begin = FORMATS[form].begin
     for text in (
         f"Write {begin} before it.",
@@ -306,7 +306,7 @@ def test_text_is_not_held_back_for_long() -> None:
     assert pieces == ["Look: ", "<tool_call> is", " a ", "<tag", ""]
 
 
-def test_markers_that_are_special_tokens_are_shown_and_others_are_not() -> None:
+def test_markers_that_are_special_tokens_are_shown_and_other_markers_are_not() -> None:
     used = processor("hermes", with_markers=True)
     tokenizer: Any = used.tokenizer
     text = "So <repo_name>: " + written("hermes", ("weather", ROME)) + "<|im_end|>"
