@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from longspan.cost.partitions import chain_ttft_s, even, search
 from longspan.cost.profile import LinkFit, PrefillTime
 
-FREE = LayerCost(
-    qkv_s=1.0, rest_s=2.0, attention_s=0.5, kv_bytes=0, bytes_per_s=1.0, latency_s=0.0, dense=True
-)  # seconds that are easy to add, nothing to send
-# A 7B model on fast devices at 16K tokens, about: attention is a third of the work.
+# Seconds that are easy to add. No bytes are sent.
+FREE = LayerCost(qkv_s=1.0, rest_s=2.0, attention_s=0.5, kv_bytes=0, bytes_per_s=1.0, latency_s=0.0, dense=True)
+# Similar to a 7B model on fast devices at 16K tokens. Attention is a third of the work.
 LLAMA_LIKE = LayerCost(
     qkv_s=1e-6, rest_s=3e-6, attention_s=1e-9, kv_bytes=16384, bytes_per_s=3e11, latency_s=1e-5, dense=True
 )
@@ -50,7 +49,7 @@ def test_two_members_without_communication_by_hand() -> None:
 
 
 def test_a_later_member_waits_for_the_keys_of_an_earlier_one() -> None:
-    """(3, 1): the keys of layer 0 are there at 3, of layer 1 at 3 + 4.5 + 6 + 3 = 16.5; then 4/2 + 2 are left."""
+    """(3, 1): the keys of layer 0 are there at 3, of layer 1 at 3 + 4.5 + 6 + 3 = 16.5. Then 4/2 + 2 remain."""
     assert chain(FREE, 1, (3, 1)).ttft_s == 3 + 2 + 2
     assert chain(FREE, 2, (3, 1)).ttft_s == 16.5 + 2 + 2
     assert chain(FREE, 2, (3, 1)).busy_s == (27.0, 10.0)
@@ -71,7 +70,7 @@ def test_chain_time_follows_from_one_instance_and_a_link() -> None:
 
 
 def test_messages_by_hand() -> None:
-    """2 tokens of 3 bytes at 2 bytes per second and 1 second of latency: the keys leave at 2 and come at 2 + 3 + 1 = 6.
+    """2 tokens of 3 bytes at 2 bytes per second and 1 second of latency. Keys leave at 2 and arrive at 2 + 3 + 1 = 6.
 
     So member 1 is done with layer 0 at 6 + 4 + 4 = 14. Keys of layer 1 are ready at 8 + 2 = 10 and come at 14, while
     member 1 projects until 16, and is done at 24.
@@ -82,7 +81,7 @@ def test_messages_by_hand() -> None:
 
 
 def test_a_slow_link_carries_one_message_after_the_other() -> None:
-    """20 seconds a message: sent from 2 to 22, 22 to 42, 42 to 62; member 1 then has 8 seconds to go."""
+    """20 seconds a message: sent from 2 to 22, 22 to 42, 42 to 62. Member 1 then computes for 8 more seconds."""
     assert chain(replace(FREE, kv_bytes=10, bytes_per_s=1.0), 3, (2, 2)).ttft_s == 62 + 4 + 4
 
 
@@ -104,10 +103,10 @@ def test_members_without_tokens_only_pass_on() -> None:
 
 @given(COSTS, LAYERS, PARTITIONS)
 def test_the_paper_s_lower_bound_holds(cost: LayerCost, num_layers: int, partition: tuple[int, ...]) -> None:
-    """Equation 2, half of one member's time times 1/p + 1/p², bounds what the busiest does.
+    """Equation 2, half of one member's time times 1/p + 1/p², bounds the work of the busiest member.
 
-    The first token need not wait for what earlier members do behind the keys of the last layer, so it may come one
-    layer's work before the bound.
+    Earlier members still compute after they have sent the keys of the last layer. The first token does not wait for
+    that, so it may come one layer's work before the bound.
     """
     p = len(partition)
     timeline = chain(cost, num_layers, partition)

@@ -124,7 +124,7 @@ def test_decoding_reads_all_weights_but_the_embedding() -> None:
 
 
 def test_stages_share_a_prompt_and_pass_it_on() -> None:
-    """Chunks fill four stages, but for what the first and the last wait; all four have the hidden states to send."""
+    """Chunks fill four stages, except while the first and the last chunk pass. Three links carry the hidden states."""
     alone, staged = (estimate_prefill(model_on(pp=pp), 1, LOCAL, 65_536) for pp in (1, 4))
     assert alone.seconds / 4 < staged.seconds < alone.seconds / 4 * 1.4
     assert staged.breakdown.pipeline_s > 0 == alone.breakdown.pipeline_s
@@ -142,7 +142,7 @@ def test_a_token_passes_through_all_stages_and_a_batch_keeps_them_busy() -> None
 
 
 def test_heads_are_not_cut() -> None:
-    """Of 32, one of five members has 7; of 64 members, 32 have one."""
+    """Of 32 heads, one of five members has 7. Of 64 members, 32 have one head."""
 
     def attention_s(instances: int) -> float:
         return prefill(instances, ALLTOALL, 64_000, cluster=replace(A100S, hosts=8)).breakdown.attention_s
@@ -157,7 +157,7 @@ def test_the_bound_is_equation_2() -> None:
 
 
 def test_ring_kv_hides_messages_under_attention_and_gather_kv_nothing() -> None:
-    """A long prompt hides every hop inside a host; what a gather sends is as much, and shows."""
+    """A long prompt hides every hop inside a host. A gather sends as many bytes, and none are hidden."""
     ring, gather = prefill(8, RING_KV, 256_000), prefill(8, GATHER_KV, 256_000)
     assert ring.breakdown.exchange_s == 0 < gather.breakdown.exchange_s
     assert ring.bytes_exchanged == gather.bytes_exchanged
@@ -166,14 +166,14 @@ def test_ring_kv_hides_messages_under_attention_and_gather_kv_nothing() -> None:
 
 
 def test_ring_q_asks_all_members_at_once() -> None:
-    """A decoded token waits for one message to go and one to come back, however many members there are."""
+    """A decoded token waits for one query and one result, independent of the number of members."""
     waits_s = [estimate_decode(model_on(instances=n), n, RING_Q, 4096).breakdown.exchange_s for n in (2, 8)]
     start_s = 32 * 2 * model_on(instances=2).topology.send_s(0.0, 0, 1)
     assert waits_s == [pytest.approx(start_s, rel=0.01), pytest.approx(start_s, rel=0.05)]
 
 
 def test_ring_q_hides_queries_under_a_member_s_own_attention_only() -> None:
-    """Of a prompt, where they are many; those of a ring would travel under all but the last member's."""
+    """A prompt has many queries. The queries of a ring would travel under the attention of all members but the last."""
     model, members = model_on(instances=4), 4
     share = Share(queries=8192, pairs=8192 * 16384, scores=8192 * 32768, held=8192)
     channel = Channel(
@@ -234,7 +234,7 @@ def test_even_chains_send_half_of_a_gather() -> None:
 
 
 def test_cached_keys_do_not_run_through_chains() -> None:
-    """Each of four members gets the three quarters of them that it lacks; new ones travel as if nothing was cached."""
+    """Each of four members gets the three quarters of cached keys that it lacks. New keys travel as without a cache."""
     kv_bytes = 32 * model_on().layer.model.attention.kv_bytes
     sent = prefill(4, CHAIN, 12288, 8192).bytes_exchanged
     assert sent == prefill(4, CHAIN, 4096).bytes_exchanged + 3 * 8192 * kv_bytes
@@ -283,7 +283,7 @@ def test_the_host_takes_as_long_for_a_layer_of_any_architecture(name: str) -> No
 
 
 def test_messages_and_repeated_heads_are_started_too() -> None:
-    """Four members' keys and values are eight messages; to repeat keys and values for more query heads is two."""
+    """Keys and values of four members are eight messages. To repeat them for more query heads takes two starts."""
 
     def host_s(name: str, messages: int) -> float:
         return model_on(kernels="eager", name=name).layer.host_s(messages)
@@ -445,7 +445,7 @@ def test_batched_decodes_share_the_weights_and_prompts_pay_for_themselves() -> N
     prompt = part(20, 0, 8192, (0, 1), RING_KV)
     both = seconds(prompt, *(part(request, 1000, 1001, (0,), LOCAL) for request in range(16)))
     assert max(seconds(prompt)[0], many) < both[0] < seconds(prompt)[0] + many
-    assert seconds(prompt)[1] < both[1] <= both[0], "instances without decodes wait for those with decodes"
+    assert seconds(prompt)[1] < both[1] <= both[0], "instances without decodes wait for instances with decodes"
 
 
 def test_groups_that_share_members_wait_for_each_other() -> None:
@@ -462,7 +462,7 @@ def test_groups_that_share_members_wait_for_each_other() -> None:
 
 
 def test_instances_of_a_step_end_after_their_own_work() -> None:
-    """A chain's members end one after the other; an instance that only passes a token on takes nothing."""
+    """Members of a chain end one after the other. An instance that only passes a token on needs no time."""
     seconds = seconds_of(step_cost(4), Forward(number=0, parts=(part(0, 0, 65536, (0, 1, 2, 3), CHAIN),)))
     assert seconds[0] < seconds[1] < seconds[2] < seconds[3]
     passed = replace(part(0, 10, 11, (0,), LOCAL), unknown_on=3)

@@ -40,7 +40,7 @@ def works_of(group: Group, num_tokens: int, levels: int, drop: float) -> tuple[S
 
 
 def two_members(coming: float, results: float, near: int = 0, at_once: float = 0, by_piece: float = 0) -> MemberWork:
-    """One level above the first, over the link inside; queries and keys in one."""
+    """Return work of one level above the first, over the link inside the host. Queries and keys are one message."""
     return MemberWork(
         num_tokens=1,
         near_pairs=near,
@@ -62,7 +62,7 @@ UNIT = Rates(inside=LinkSpeed(1.0), between=LinkSpeed(1.0), pairs_per_s=1.0, qkv
     [((0, 0, 1, 1), 4096, 3), ((0,) * 5, 1001, 4), ((0, 0, 0, 1, 1, 1), 3000, 3), ((0,) * 5, 81, 2)],
 )
 def test_the_work_of_members_is_that_of_the_layer(mode, hosts, num_tokens, levels) -> None:
-    """The sums are those of `work_of_layer`, which tests compare with what is sent."""
+    """The sums are those of `work_of_layer`, which tests compare with the bytes that are sent."""
     group = replace(GROUP, hosts=hosts, mode=mode)
     setting, works = works_of(group, num_tokens, levels, 0.22)
     starts = [min(num_tokens, member * setting.partition) for member in range(len(hosts) + 1)]
@@ -124,7 +124,7 @@ def msg_rates(inside: LinkSpeed, between: LinkSpeed) -> Rates:
     st.integers(1, 8),
 )  # fmt: skip
 def test_micro_partitions_are_never_slower_than_none_without_latency(levels, drop, speed, near, far) -> None:
-    """Between two numbers of them that is no law: what is attended last, beside results, is less with more of them."""
+    """No law holds between two numbers of micro-partitions: with more, less attention hides the last results."""
     rates = msg_rates(LinkSpeed(speed), LinkSpeed(speed / 10))
     for work in works_of(GROUP, 16384, levels, drop)[1]:
         cut = layer_time(work, (near, far)[: levels - 1], rates)
@@ -152,7 +152,7 @@ def test_free_links_leave_computation_alone() -> None:
 
 
 def test_ttft_is_that_of_layers_and_the_rest() -> None:
-    """The first and the last layer drop nothing; those between rate; samples follow each that one of these follows."""
+    """Layers other than the first and the last rate keys and drop some. A layer before one of these sends samples."""
     num_tokens, pieces = 16384, (4, 2)
     setting, dropped = works_of(GROUP, num_tokens, 3, 0.4)
     exact = member_works(setting.exact, num_tokens, setting.partition, GROUP.hosts, SHAPE)

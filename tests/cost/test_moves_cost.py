@@ -82,7 +82,7 @@ def test_all_ranks_of_an_instance_copy_to_and_from_its_host_at_once(way: MoveWay
 
 @pytest.mark.parametrize("spec", ["1", "tp8", "pp2"])
 def test_keys_on_a_host_come_over_the_bus(spec: str) -> None:
-    """To a decode with nothing beside, to a prompt beside its attention; each rank gets its own heads."""
+    """A decode hides none of the copy. A prompt hides it under its attention. Each rank gets its own heads."""
     found, tp = cost(spec, None), 8 if spec == "tp8" else 1
 
     def more_s(tokens: int, cached: int) -> float:
@@ -160,7 +160,7 @@ def test_roles_lie_on_their_own_devices() -> None:
     )
 )
 def test_flows_share_links_fairly(paths: list[list[tuple[int, float]]]) -> None:
-    """Max-min: each flow passes a full end where nobody gets more bytes than it does."""
+    """Max-min: each flow passes a saturated link end where no other flow gets more bytes per second."""
     flows = [Flow(0, 1, 1.0, 0.0, tuple(path)) for path in paths]
     rates = shared_rates(flows)
     used: Counter[Hashable] = Counter()

@@ -84,7 +84,7 @@ def test_context_parallelism() -> None:
 
 
 def test_the_paper_s_pass_q_waits_for_every_hop() -> None:
-    """Its decoding grows with the hosts, whose queries are padded; what asks all at once grows less."""
+    """Its decode time grows with the hosts, since queries are padded. Querying all members at once grows less."""
 
     def grows_s(on: Callable[[int], Setting]) -> float:
         few, many = (on(number).decode(f"{number}xtp8", 128_000).seconds for number in (2, 16))

@@ -94,7 +94,7 @@ def test_errors_are_those_of_the_samples() -> None:
 
 @pytest.mark.parametrize("cpu", ["Nehalem", "Haswell", "SkylakeX"])
 def test_a_fit_is_the_same_on_every_cpu(cpu: str) -> None:
-    """OpenBLAS sums in another order for each of them; others' processors ignore the variable."""
+    """OpenBLAS sums in a different order on each of these. Processors of other vendors ignore the variable."""
     code = f"from longspan.cost.profile import fit_times; [print(fit_times(s).square_s) for s in {_uneven_samples()!r}]"
     environment = os.environ | {"OPENBLAS_CORETYPE": cpu, "OPENBLAS_NUM_THREADS": "1"}
     shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -241,7 +241,7 @@ def test_hardware_as_it_showed() -> None:
     assert hardware.bytes_per_s == pytest.approx(1e8)
 
 
-# ---------------------------------------------------------------- what to measure
+# ---------------------------------------------------------------- missing measurements
 
 
 @given(st.integers(2, 200_000))
@@ -321,7 +321,7 @@ def test_prompts_that_a_group_cannot_hold_are_left_out() -> None:
     assert prompts == {(1, 1023, 0), (2, 1023, 0), (2, 1024, 0), (2, 128, 1024)}
 
 
-def test_decodes_are_measured_behind_as_many_tokens_as_there_is_room_for() -> None:
+def test_decodes_are_measured_up_to_the_kv_capacity() -> None:
     prompts = [(100, 0), (1000, 0), (8000, 0)]
 
     def decodes(members: int, room: KvCapacity) -> list[tuple[int, int]]:

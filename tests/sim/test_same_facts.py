@@ -36,9 +36,9 @@ HEAD = 1e-3
 LAID_OUT = ("parallel", "prefill_parallel", "decode_parallel")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profiles of the model are for no other test."""
+    """Keep the measured profile of the model from other tests."""
     monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
 
 
@@ -69,12 +69,13 @@ def predictions(cost: PricedPhases | None, cluster: Cluster) -> tuple[float, ...
     return (*times, cost.reshard_s(cluster), cost.swap_s(cluster, 5))
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("policy", policy_names())
 def test_facts_of_an_engine_equal_those_of_a_simulation(tiny: Path, policy: str) -> None:
     """These differ by design.
 
-    - `partitions`: an engine reads those that were searched on its machine. They have a file of their own, which a
-      simulation is not given, so it models them by the profile.
+    - `partitions`: an engine reads the partitions that were searched on its machine. They have a file of their own. A
+      simulation is not given it, so it models partitions by the profile.
     - `phase_cost`: prices hold functions, so their predictions are compared.
     - `Cluster.locations`: simulated hosts are those of `ClusterSpec`, and an engine is on this machine.
     - `Cluster.head_layers`: an engine counts the weights of norms. A config.json does not have them.
@@ -92,6 +93,7 @@ def test_facts_of_an_engine_equal_those_of_a_simulation(tiny: Path, policy: str)
     assert engine.policy.settings == experiment.policy().settings
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     "options",
     [{"parallel": one} for one in ("2", "tp2", "tp3", "pp2", "2xtp2", "tp2pp3")]
@@ -112,6 +114,7 @@ def test_pools_of_an_engine_are_as_large_as_those_of_a_simulation(tiny: Path, op
     assert engine.model.record == kv_record(sizes, 16)
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_steps_of_an_engine_are_as_large_as_those_of_a_simulation(tiny: Path) -> None:
     measure(tiny, tp=1, token_s=1e-4, decode_s=0.01)
     engine, experiment = both(tiny, "chunked")

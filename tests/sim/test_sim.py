@@ -157,7 +157,7 @@ def test_moves_to_several_targets_go_at_the_same_time_and_share_the_links_of_the
     # A block a second leaves 0, and comes to 3: the short move is not behind the long one.
     assert ends([move(1, 0, 2, 4), move(2, 0, 3, 1)]) == [([2], 2.0), ([1], 5.0)]
     assert ends([move(1, 0, 3, 4), move(2, 1, 3, 1)]) == [([2], 2.0), ([1], 5.0)]
-    # Three share what comes to 3, so two thirds of what leaves 0 are for its other move.
+    # Three moves share the link to 3, so two thirds of the link from 0 are left for the move to 4.
     moves = [move(1, 0, 3), move(2, 1, 3), move(3, 2, 3), move(4, 0, 4)]
     assert ends(moves) == [([4], pytest.approx(3.0)), ([1, 2, 3], pytest.approx(6.0))]
 

@@ -1,4 +1,4 @@
-"""Simulations: the engine on a virtual clock, whatever comes and breaks; numbers that repeat."""
+"""Simulations: the engine on a virtual clock, with any arrivals and faults. Equal inputs give equal numbers."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def invented(request_id: int, position: int) -> int:
 @given(arrivals(), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_more_instances_are_never_later_when_requests_never_meet(asked: list[Arrival], num_instances: int) -> None:
-    """Each request alone, so that no other placement can pay: instances that nobody needs cost nothing."""
+    """Each request runs alone, so no other placement is faster. Idle instances cost nothing."""
     alone = [
         Arrival(due_s=1000.0 * place, prompt=one.prompt, output_len=one.output_len) for place, one in enumerate(asked)
     ]
@@ -155,7 +155,7 @@ def test_more_instances_end_no_later_with_equal_work(lengths: list[int], num_ins
     assert more.makespan_s <= few.makespan_s + 1e-9
 
 
-# ---------------------------------------------------------------- what happens at one moment, and times per instance
+# ---------------------------------------------------------------- simultaneous events, and times per instance
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,11 @@ def test_instances_start_together_and_end_by_their_own_times() -> None:
     assert result.served[0].ttft_s == 2.0, "a step is complete when its last instance is done"
     single = [one for one in steps if one.forward.instances == (0,)]
     free = [max(one.ends_s.get(0, 0.0) for one in steps[: steps.index(this)]) for this in single]
-    assert [one.start_s for one in single] == pytest.approx(free), "who ended early goes on"
+    assert [one.start_s for one in single] == pytest.approx(free), "an instance that ended early continues"
 
 
 def test_completions_come_before_losses_and_these_before_arrivals() -> None:
-    """All at 1.0: the request that ends then has ended, the one that runs starts anew, the third waits for that."""
+    """At 1.0 s the first request has finished, the running request is recomputed, and the third waits for it."""
     cost = LinearCost(base_s=1.0, per_token_s=0.0)
     asked = [
         Arrival(due_s=0.0, prompt=prompt_of(0, 8), output_len=1),
@@ -207,7 +207,7 @@ def chunk(request_id: int, group: tuple[int, ...], runs: SpanShards, exchange: E
 
 
 def test_members_of_a_group_wait_for_its_straggler() -> None:
-    """Members of a ring end together, also with a slow one; of a chain, those before it do not wait."""
+    """Members of a ring end together, also with a straggler. Members of a chain before the straggler do not wait."""
 
     def seconds(exchange: Exchange, slow: dict[int, float]) -> dict[int, float]:
         part = chunk(0, (0, 1, 2), shard_span("contiguous", 0, 6, 3), exchange)
@@ -222,7 +222,7 @@ def test_members_of_a_group_wait_for_its_straggler() -> None:
 
 
 def test_the_time_of_an_instance_is_shared_among_its_parts() -> None:
-    """By tokens; a part without tokens of its own, or of other instances, takes none of it."""
+    """The share follows the tokens. A part without tokens of its own, or of other instances, has no share."""
     seen = Timeline()
     watch = seen.observers(LinearCost())
     assert watch.ran is not None

@@ -51,7 +51,7 @@ def test_policies_that_are_compared_do_as_they_do_alone(capsys: pytest.CaptureFi
 
 
 def test_stages_leave_memory_for_their_own_activations() -> None:
-    """A full step is in as many parts as there are stages, so tokens that every part has more take room once."""
+    """A full step has one part per stage, so the tokens that each part has more take their memory once."""
     spec = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=4, parallel="pp4")
     rooms = []
     for per_stage in (1024, 8192):
@@ -64,8 +64,8 @@ def test_stages_leave_memory_for_their_own_activations() -> None:
 
 
 def test_a_host_spares_further_turns_their_prefill() -> None:
-    """Of conversations that devices cannot keep; and without any room there is nothing to find. A disk has more room,
-    and pays for a model with few heads.
+    """Devices cannot keep the KV of these conversations. Host memory restores more of their prefixes. A disk holds
+    more, and pays off for a model with few heads.
     """
     cluster = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=1)
     turns = WorkloadSpec(workload="short", num_requests=12, rate=1.0, output_len=8, turns=3)
