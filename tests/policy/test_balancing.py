@@ -1,4 +1,4 @@
-"""KV that is spread anew over a group that has grown, and where requests go to decode."""
+"""KV that is spread again over a group that has grown, and the choice of decode instances."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_no_instance_gets_more_than_its_free_blocks(table: tuple[list[int], list
 def test_earlier_chunks_are_spread_over_a_group_that_grows(
     groups: list[tuple[int, ...]], num_decode: int, *, balance: bool
 ) -> None:
-    """What members hold of earlier chunks when a chunk begins. The executor checks that attention finds it there."""
+    """Check each member's KV of earlier chunks when a chunk begins. The executor checks that attention finds it."""
     roles = Roles(num_prefill=4, num_decode=num_decode, backends=2) if num_decode else None
     setup = Setup(num_instances=4 + num_decode, num_blocks=500, max_num_batched_tokens=64, roles=roles)
     cluster = Cluster(replace(setup, policy="tetris", prefix_caching=False))
@@ -161,9 +161,9 @@ def view(*, used: dict[int, int], active: dict[int, int], promised: dict[int, in
 def test_freeness_is_free_slots_for_each_active_request(
     used: dict[int, int], active: dict[int, int], promised: dict[int, int], target: int
 ) -> None:
-    """80 free of 4 requests are 20 for each, 40 of one are more; what is promised is not free.
+    """80 free blocks of 4 requests are 20 for each, and 40 of one request are more. Reserved blocks are not free.
 
-    Where more is promised than is free, who lacks less is chosen: not 500 of 64 requests, but 10 of one.
+    If all instances lack blocks, the router chooses the smaller deficit: 10 of one request, not 500 of 64 requests.
     """
     router = Router(view(used=used, active=active, promised=promised), (1, 2))
     assert router.route(request_of(100)) == (Target(target, 7),)
@@ -182,7 +182,7 @@ def test_a_request_that_ends_with_its_next_token_is_not_moved() -> None:
 
 @pytest.mark.parametrize("uneven", range(1, 6))
 def test_a_prompt_that_fills_its_group_waits_for_blocks_whose_kv_is_on_its_way(uneven: int) -> None:
-    """Copies of its earlier chunks still leave the blocks that it needs next; to begin anew would not help."""
+    """Copies of its earlier chunks still hold the blocks that it needs next. Recomputing the prompt would not help."""
     roles = Roles(num_prefill=2, num_decode=1, backends=2)
     setup = Setup(num_instances=3, num_blocks=10, decode_blocks=30, max_num_batched_tokens=16, roles=roles)
     cluster = Cluster(replace(setup, policy="tetris", prefix_caching=False, uneven=uneven))

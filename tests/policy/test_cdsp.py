@@ -33,8 +33,9 @@ def ideal(size: int, *, start_s: float = 0.0) -> PrefillTime:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> tuple[list[int], list[float]]:
-    """Hosts of equal and of different lengths, which powers of two divide or not; many instances are free, some at the
-    same time.
+    """Draw hosts of equal and of different sizes, which powers of two divide or not, and queues of their instances.
+
+    Many instances are idle, and some become idle at the same time.
     """
     alike = st.sampled_from([[4] * 4, [8] * 2, [6] * 3, [12, 12], [3] * 6, [7, 7, 4]])
     per_host = draw(st.one_of(st.lists(st.integers(1, 5), min_size=1, max_size=4), alike))
@@ -134,7 +135,7 @@ def test_cached_tokens_stay_in_their_group(
 
 @pytest.mark.parametrize("per_host", [3, 6, 7, 12])
 def test_groups_that_many_cuts_come_to_are_looked_for_once(per_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Powers of two of 128 instances on hosts that these do not divide: what has to be looked for stays a few."""
+    """Powers of two of 128 instances, on hosts that these do not divide: the number of searches stays small."""
     made = []
     create = Groups.__init__
 
@@ -179,7 +180,7 @@ def test_chunks_use_free_instances_as_in_figure_3() -> None:
 
 
 def test_larger_groups_must_be_worth_it() -> None:
-    """16 instances are free in 1 s; on 1, 2, 4, 8 and 16 of them it ends at 2, 1.5, 1.25, 1.125 and 1.0625 s."""
+    """16 instances are idle in 1 s. On 1, 2, 4, 8 and 16 of them it ends at 2, 1.5, 1.25, 1.125 and 1.0625 s."""
     planner = Planner({size: ideal(size) for size in (1, 2, 4, 8, 16)}, [0] * 16)
     taken = []
     for rate in (0.0, 0.08, 0.3, 0.5):
@@ -190,7 +191,7 @@ def test_larger_groups_must_be_worth_it() -> None:
 
 
 def test_groups_stay_on_a_host() -> None:
-    """Hosts 1 and 2 each have an instance that is free; two that are free soonest together are on host 0."""
+    """Hosts 1 and 2 each have one idle instance. The two instances that are idle soonest together are on host 0."""
     hosts, queue_s = [0, 0, 1, 1, 2, 2], [1.0, 1.0, 0.0, 2.0, 0.0, 2.0]
     planner = Planner({2: ideal(2), 4: ideal(4)}, hosts)
     plan = planner.plan(Prompt(new_tokens=1000, chunking=False, improvement_rate=0.9), queue_s)
@@ -198,7 +199,7 @@ def test_groups_stay_on_a_host() -> None:
 
 
 def test_a_chunk_that_is_too_short_is_left_out() -> None:
-    """One instance is free 0.01 s before the others: time for 100 tokens."""
+    """One instance is idle 0.01 s before its peer: time for 100 tokens."""
     times = {size: ideal(size) for size in (1, 2)}
     for min_chunk, expected in ((100, [100, 9_900]), (101, [10_000])):
         plan = Planner(times, [0, 0], min_chunk_tokens=min_chunk).plan(Prompt(new_tokens=10_000), [0.0, 0.01 + 1e-9])
@@ -206,7 +207,7 @@ def test_a_chunk_that_is_too_short_is_left_out() -> None:
 
 
 def test_a_chunk_has_as_many_tokens_as_there_is_time_for_after_its_start() -> None:
-    """Instance 1 is free in 0.3 s; a start takes 0.1 s on one, 0.2 s on two."""
+    """Instance 1 is idle in 0.3 s. A start takes 0.1 s on one instance and 0.2 s on two."""
     planner = Planner({1: ideal(1, start_s=0.1), 2: ideal(2, start_s=0.2)}, [0, 0])
     for free_s, expected in ((0.12, [200, 99_800]), (0.3, [2000, 98_000]), (0.1, [100_000])):
         plan = planner.plan(Prompt(new_tokens=100_000), [0.0, free_s + 1e-9])

@@ -34,7 +34,7 @@ ZIGZAG = SharingOptions(layout="zigzag")
 
 
 def machine(members: int, *, link_s: float, start_s: float = 0.0, exchanges: tuple[Exchange, ...] = SHARED) -> Profile:
-    """Computes 0.1 ms a token and 10 ns a pair; a token's keys take `link_s`, its query and output five times that."""
+    """0.1 ms of compute a token and 10 ns a pair. A token's keys take `link_s`, its query and output 5 * `link_s`."""
     profile = Profile(profile_key=SUBJECT)
     for new, cached in PROMPTS:
         compute_s = 1e-4 * new + 1e-8 * new * (cached + new / 2)
@@ -47,7 +47,7 @@ def machine(members: int, *, link_s: float, start_s: float = 0.0, exchanges: tup
 
 
 def two_or_four() -> Profile:
-    """A group of four starts later than one of two, and is quicker in the end; three were not measured."""
+    """A group of four starts later than a group of two, and is faster for long prompts. Three were not measured."""
     profile = machine(2, link_s=0.0, start_s=0.05)
     for one in machine(4, link_s=0.0, start_s=0.2).prefills:
         profile = profile if one.members == 1 else profile.with_measured(one)
@@ -150,7 +150,7 @@ def test_alltoall_takes_whole_weights_where_they_send_less(members: int, new: in
 
 @pytest.mark.parametrize("source", ["host", "peers"])
 def test_whole_weights_can_be_forced(source: Literal["host", "peers"]) -> None:
-    """Of prompts; a single token is computed with the shares of heads."""
+    """This holds for prompts. A single token is computed with the shares of heads."""
     chooser = Chooser(2, Facts(cluster=split(2)), SharingOptions(exchange=ALLTOALL.kind, weights=source))
     assert chooser.of_step(ALLTOALL, 2, 2) == ALLTOALL._replace(weights=source)
     assert chooser.of_step(ALLTOALL, 1, 2) == ALLTOALL
@@ -173,7 +173,7 @@ def test_whole_weights_can_be_forced(source: Literal["host", "peers"]) -> None:
 def test_on_accelerators_measured_links_decide(
     host_s: float | None, peer_s: float, length: int, expected: Exchange
 ) -> None:
-    """What a byte takes from the host and from a peer."""
+    """`host_s` and `peer_s` are seconds per byte from the host and from a peer."""
     profile = Profile(profile_key=structs.replace(SUBJECT, device="cuda"))
     for size in (10**4, 10**6):
         if host_s is not None:
@@ -239,7 +239,7 @@ def test_a_chain_that_was_chosen_is_cut_as_was_searched_and_decodes_alone() -> N
 
 
 def test_chains_end_on_instances_with_free_blocks() -> None:
-    """Each leaves all its KV on one instance: 12 of 19 blocks and more on 4 times 60, so nobody has to give way."""
+    """Each leaves all its KV on one instance: 12 of 19 blocks and more on 4 times 60, so none is preempted."""
     options = {"exchange": "chain", "threshold": "100"}
     cluster = Cluster(Setup(num_instances=4, num_blocks=60, options=options, max_num_batched_tokens=200))
     requests = [cluster.add(range(first, first + 200), max_tokens=100) for first in range(12)]
@@ -254,7 +254,7 @@ def test_chains_end_on_instances_with_free_blocks() -> None:
 def test_further_turns_of_a_chain_that_is_too_large_for_its_last_member(
     num_instances: int, options: dict[str, str]
 ) -> None:
-    """What the end of a chain cannot keep, all do."""
+    """All members keep the KV that the end of the chain cannot keep."""
     setup = Setup(
         num_instances=num_instances, num_blocks=10, options={"exchange": "chain", "threshold": "20", **options}
     )
@@ -277,7 +277,7 @@ def test_a_prompt_that_happens_to_lie_with_the_last_is_decoded_by_all(options: d
 
 
 def test_a_long_line_is_looked_through_quickly() -> None:
-    """Of those who wait only the first has its prefix looked up."""
+    """Of waiting requests only the first has its prefix looked up."""
     cluster = Cluster(Setup(num_instances=2, num_blocks=4096, max_num_seqs=2, options={"threshold": "100"}))
     cluster.add(range(2000), max_tokens=1)
     cluster.run()

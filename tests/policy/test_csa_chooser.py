@@ -81,7 +81,7 @@ def test_where_any_drop_loses_nothing_is_dropped() -> None:
 @settings(max_examples=10)
 @given(num_tokens=st.integers(1000, 60_000), most=st.floats(0, 20), is_target=st.booleans())
 def test_choices_are_as_quick_as_enumeration_s(num_tokens: int, most: float, is_target: bool) -> None:
-    """And keep to the constraint, at the length that stands for the prompt's."""
+    """Choices also satisfy the constraint, at the bucket of the prompt's length."""
     length = bucket(num_tokens)
     tables = CHOOSER.tables(4)
     best_s = min(one.ttft_s for table in tables for one in table.choices(length, lambda *_: 0.0))

@@ -1,4 +1,4 @@
-"""Policy `csps` with a partition: the length of a prompt says how many instances share it, and which they are."""
+"""Policy `csps` with a partition: the length of a prompt determines the number and the choice of its instances."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ test_any_workload_finishes_lawfully = finishes_lawfully(setups())
     ("length", "sizes"), [(64, [64]), (65, [64, 1]), (200, [64, 64, 64, 8]), (600, [80] * 7 + [40])]
 )
 def test_the_prompt_length_determines_the_number_of_instances(length: int, sizes: list[int]) -> None:
-    """All have a partition, and the last one what is left; a prompt that is longer than all has larger ones."""
+    """Each instance has a partition, and the last has the rest. A prompt longer than all partitions has larger ones."""
     served = cluster()
     request = served.add(tokens(length), max_tokens=3)
     served.run()
@@ -118,7 +118,7 @@ def test_memory_is_half_of_a_pool() -> None:
 
 
 def test_prompts_of_other_lengths_share_a_beginning() -> None:
-    """The partition is the same, so that the setting is; not so with as many instances for all lengths."""
+    """With a fixed partition the setting is the same. With a fixed number of instances it is not."""
     found = []
     for options in ({"partition": "128"}, {"threshold": "0"}):
         served = cluster(4, options={**options, "csa": CSA})

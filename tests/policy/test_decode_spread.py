@@ -1,4 +1,4 @@
-"""Requests that decode together in a group: each member computes about as many of their tokens as the others."""
+"""Requests that decode together in a group: each member computes about the same number of tokens."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_first_tokens_of_many_prompts_are_on_all_members_alike(members: int, rot
 @pytest.mark.parametrize("rotate", ["block", "token"])
 @pytest.mark.parametrize("length", [256, 500])
 def test_requests_alike_decode_on_all_members_in_every_step(length: int, rotate: str) -> None:
-    """One more on a member while some requests have begun their next block and others have not."""
+    """A member may have one token more while some requests have begun their next block and some have not."""
     cluster, every = serving(4, rotate=rotate), Counter[int]()
     requests = [cluster.add([number] * length, max_tokens=100) for number in range(8)]
     cluster.run()
@@ -94,7 +94,7 @@ def test_a_group_that_gets_every_second_request_has_them_on_all_members() -> Non
 
 @pytest.mark.parametrize("num_shared", [20, 21])
 def test_questions_about_one_document_decode_on_all_members(num_shared: int) -> None:
-    """Also where one member holds a block less of it than the others."""
+    """Also where one member holds a block less of the document than its peer."""
     cluster = serving(2)
     document = [token % 50 for token in range(16 * num_shared)]
     cluster.add(document, max_tokens=2)

@@ -23,8 +23,8 @@ LLAMA_405B = ModelShape(
     num_layers=126, hidden_size=16384, num_heads=128, num_kv_heads=8, head_dim=128, bytes_per_element=2
 )
 MULTI_HEAD = replace(LLAMA_405B, num_kv_heads=128)
-# Context Parallelism: 800 TFLOP/s of bfloat16 is the peak of its power-limited H100 (Appendix A), 400 Gb/s per GPU the
-# RDMA network between its hosts (§4.1). An instance is TP8, which multiplies both by 8 and changes no choice.
+# Context Parallelism: 800 TFLOP/s of bfloat16 is the peak of its power-limited H100 (Appendix A). The RDMA network
+# between its hosts has 400 Gb/s per GPU (§4.1). An instance is TP8, which multiplies both by 8 and changes no choice.
 GRAND_TETON = Hardware(flops_per_s=800e12, bytes_per_s=50e9)
 
 TOKENS = st.integers(1, 2_000_000)
@@ -34,12 +34,12 @@ HARDWARE = st.builds(Hardware, flops_per_s=st.floats(1e9, 1e16), bytes_per_s=st.
 
 
 def pass_kv_bytes(shape: ModelShape, new: int, cached: int) -> float:
-    """What N hops of `ring_kv` carry for a layer (Table 3, §3.4)."""
+    """Return the bytes of N hops of `ring_kv` for a layer (Table 3, §3.4)."""
     return (new + cached) * shape.kv_bytes
 
 
 def pass_q_bytes(shape: ModelShape, new: int) -> float:
-    """What N hops of `ring_q` carry for a layer, queries and as many partial outputs (Table 3, §3.4)."""
+    """Return the bytes of N hops of `ring_q` for a layer: queries and as many partial outputs (Table 3, §3.4)."""
     return 2 * new * shape.num_heads * shape.head_dim * shape.bytes_per_element
 
 
@@ -93,7 +93,7 @@ def test_on_a_link_that_hides_nothing_the_smaller_messages_win(
 def test_rings_are_compared_by_exposed_communication(
     shape: ModelShape, hardware: Hardware, new: int, cached: int, num_members: int
 ) -> None:
-    """Appendix C before it is rearranged, for N - 1 hops; of `ring_q` one share of attention hides the queries."""
+    """Appendix C before it is rearranged, for N - 1 hops. In `ring_q` one share of attention hides the queries."""
     width, hops = shape.num_heads * shape.head_dim, num_members - 1
     share_s = 4 * new * width * (new + cached) / (num_members**2 * hardware.flops_per_s)
     message_s = pass_kv_bytes(shape, new, cached) / num_members / hardware.bytes_per_s
@@ -140,8 +140,9 @@ def test_ring_kv_stays_chosen(
 
 @given(st.integers(1, 300_000), st.integers(2, 32), st.integers(2, 8))
 def test_whole_weights_are_those_of_supplement_a(length: int, tp: int, num_members: int) -> None:
-    """For every instance (4 d² + 4 L d / N) (N - 1) elements, and what the supplement has no need of: all tokens go to
-    all ranks again, L d (N - 1).
+    """Each instance sends (4 d² + 4 L d / N) (N - 1) elements, as in the supplement.
+
+    In addition all tokens go to all ranks again: L d (N - 1) elements, which the supplement does not need.
     """
     d, others = 16384, tp - 1
     sent = unsharded_elements(MULTI_HEAD, length, num_members, tp, "peers")
@@ -152,7 +153,7 @@ def test_whole_weights_are_those_of_supplement_a(length: int, tp: int, num_membe
 def test_whole_weights_that_pay_pay_for_more_tokens(
     shape: ModelShape, length: int, more: int, num_members: int, tp: int
 ) -> None:
-    """Those of the host for any length or none; and wherever those of peers do."""
+    """Weights from the host pay for any length or for none. They pay wherever weights from peers do."""
     pays = {source: unsharded_weights_pay(shape, length, num_members, tp, source) for source in ("host", "peers")}
     later = {
         source: unsharded_weights_pay(shape, length + more, num_members, tp, source) for source in ("host", "peers")
@@ -161,7 +162,7 @@ def test_whole_weights_that_pay_pay_for_more_tokens(
 
 
 def test_whole_weights_pay_from_three_ranks_on() -> None:
-    """Llama3-405B: two ranks swap (17 / 16) d for the d that they save; three (17 / 24) d, and eight (17 / 64) d."""
+    """Llama3-405B: two ranks swap (17 / 16) d to save d. Three ranks swap (17 / 24) d, and eight (17 / 64) d."""
     assert [unsharded_weights_pay(LLAMA_405B, 1000, 2, tp, "host") for tp in (2, 3, 8)] == [False, True, True]
     threshold = 2 * 16384 * 2 * (17 / 16) / (1 - 2 * (17 / 16) / 8)
     assert not unsharded_weights_pay(LLAMA_405B, int(threshold), 2, 8, "peers")

@@ -41,7 +41,7 @@ def test_no_prompt_is_computed_on_a_decoding_instance() -> None:
     for request in requests:
         *_, last = cluster.parts_of(request)
         alone = [part for part in cluster.parts_of(request) if part.group == last.group and part.start > 400]
-        assert len(alone) == 28, "all decodes but the one that moved the KV"
+        assert len(alone) == 28, "all decodes except the decode that moved the KV"
         first, final = (next(f.number for f in cluster.forwards if part in f.parts) for part in (alone[0], alone[-1]))
         there = [f for f in cluster.forwards if first <= f.number <= final and last.group[0] in f.instances]
         assert all(len(forward.parts) == 1 for forward in there)
@@ -104,7 +104,7 @@ def test_disaggregated_prefill_takes_the_group_that_is_quickest_for_itself() -> 
     cluster.run()
     for request in requests:
         parts = cluster.parts_of(request)
-        assert parts[0].group == (0, 1, 2, 3), "a long prompt is quickest on all, whoever comes after it"
+        assert parts[0].group == (0, 1, 2, 3), "a long prompt is fastest on all instances, with any later request"
         assert parts[-1].group == (4,)
 
 

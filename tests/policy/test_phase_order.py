@@ -67,14 +67,14 @@ def decode_instances(plan: Plan) -> list[int]:
 
 
 def fits(request: RequestView, instance: int, view: ClusterView) -> bool:
-    """Whether a request of which nothing is cached has room for its tokens beside all that run there have or need."""
-    room = view.kv.num_free(instance) - max(0, view.running.due_blocks[instance])
-    has_seat = len(view.running.on(instance)) < view.max_num_seqs
-    return has_seat and request.blocks_for(request.num_tokens) <= room
+    """Return True if an uncached request fits in the blocks that running requests neither hold nor need."""
+    num_free = view.kv.num_free(instance) - max(0, view.running.due_blocks[instance])
+    has_slot = len(view.running.on(instance)) < view.max_num_seqs
+    return has_slot and request.blocks_for(request.num_tokens) <= num_free
 
 
 def chosen(view: ClusterView, plan: Plan, instances: Iterable[int]) -> int | None:
-    """Where the first in line goes, of these instances; None where it fits on none, or others were admitted before."""
+    """Return the instance for the first waiting request, or None if it fits on none or the plan admits requests."""
     if not view.startable or any(part.hit is not None for batch in plan.batches for part in batch):
         return None
     able = [i for i in instances if fits(view.startable[0], i, view)]
@@ -83,7 +83,7 @@ def chosen(view: ClusterView, plan: Plan, instances: Iterable[int]) -> int | Non
 
 @st.composite
 def crowds(draw: st.DrawFn, policy: str, **changes: object) -> Setup:
-    """A cluster with room for a few of the requests of `serve` at a time."""
+    """Draw a cluster that holds a few of the requests of `serve` at a time."""
     setup = Setup(
         policy=policy,
         num_instances=draw(st.integers(1, 3)),
@@ -100,7 +100,7 @@ def crowds(draw: st.DrawFn, policy: str, **changes: object) -> Setup:
 
 
 def serve(setup: Setup, seed: int) -> None:
-    """Sixteen requests come at once, and as many later; some share a beginning."""
+    """Sixteen requests arrive at once, and as many later. Some share a prefix."""
     cluster, draw, num_later = Cluster(setup), random.Random(seed), 16
     while num_later or cluster.engine.has_unfinished:
         for _ in range(16 if not cluster.requests else num_later > 0 and draw.random() < 0.3):
@@ -152,7 +152,7 @@ test_no_instance_decodes_before_its_prompts_are_done = holds(unfinished_prompts_
 
 
 def prompts_that_fit_go_first() -> Law:
-    """Who waits goes where the fewest tokens are due; there nobody decodes before it is admitted."""
+    """A waiting request goes to the instance with the fewest due tokens. No decode runs there before its admission."""
 
     def law(view: ClusterView, plan: Plan) -> None:
         assert chosen(view, plan, view.cluster.instances) not in decode_instances(plan)
@@ -166,7 +166,7 @@ test_prefill_first_lets_no_decode_pass_a_prompt_that_fits = holds(
 
 
 def batches_are_static() -> Law:
-    """Nobody begins where anybody has decoded, and decoding begins when nobody else fits."""
+    """No request starts on an instance that has begun to decode. Decoding begins when no other request fits."""
     begun = set[int]()
 
     def law(view: ClusterView, plan: Plan) -> None:
@@ -333,7 +333,7 @@ def plan_for(spec: str, account: KvAccount, requests: Sequence[Request], busy: S
 
 
 def test_no_request_decodes_next_to_a_prompt_that_lacks_a_block() -> None:
-    """It gives way itself, since the other one was admitted first."""
+    """The prompt itself is preempted, since the other request was admitted first."""
     account = KvAccount([5], block_size=4)
     decoding, prompt = computed(account, 0, 0, upto=12, output=[1]), computed(account, 0, 1, upto=8)
     plan = plan_for("1", account, [decoding, prompt])

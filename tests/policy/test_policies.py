@@ -1,4 +1,4 @@
-"""Policies as pure functions: names, options, sharding with unequal room, coupling, and the bounds of a plan."""
+"""Policies as pure functions: names, options, sharding with unequal free blocks, coupling, and the bounds of a plan."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_error_carries_the_option_and_names_the_policy(name: str, options: d
 
 
 def test_whole_weights_need_instances_that_are_split() -> None:
-    """Which is not known where nobody says how many ranks an instance has."""
+    """Without a cluster the number of ranks of an instance is not known, so they are accepted."""
     options = {"exchange": "alltoall", "weights": "host"}
     with pytest.raises(ValueError, match=r"weights\(host\) are for instances split by tensor parallelism, but tp is 1"):
         make_policy("context", num_instances=2, options=options, facts=Facts(cluster=Instances.of("2")))
@@ -180,7 +180,7 @@ def test_options_are_read_from_text() -> None:
 def test_capacity_is_the_longest_request_that_always_fits(
     num_instances: int, num_blocks: int, size: int, tokens: int, first: int
 ) -> None:
-    """A request of that length, alone, finishes whether it comes as a prompt or grows; also behind a cached prefix."""
+    """A request of that length, alone, finishes as a prompt, or by decoding, and also behind a cached prefix."""
     cluster = Cluster(
         Setup(num_instances=num_instances, num_blocks=num_blocks, block_size=size, max_num_batched_tokens=tokens)
     )
@@ -338,14 +338,14 @@ def test_a_step_uses_its_whole_token_budget() -> None:
     assert set(tokens[: 600 // 48]) == {48}
 
 
-def test_a_prompt_starts_only_when_all_of_it_has_room() -> None:
+def test_a_prompt_starts_only_when_all_its_blocks_are_free() -> None:
     cluster = Cluster(Setup(num_blocks=10, block_size=4, max_num_batched_tokens=16))
     first, second = cluster.add([1] * 24, max_tokens=2), cluster.add([2] * 20, max_tokens=2)
     third = cluster.add([3] * 4, max_tokens=2)
     cluster.step()
     cluster.step()
     assert first.output and not second.table, "6 blocks are held, 5 asked for"
-    assert not third.table, "nobody is passed over"
+    assert not third.table, "no request is overtaken"
     cluster.run()
     assert [request.metrics.num_preemptions for request in cluster.requests] == [0, 0, 0]
 
@@ -364,7 +364,7 @@ def test_the_latest_request_is_preempted() -> None:
 
 
 def test_a_request_without_blocks_on_the_full_instance_is_no_victim() -> None:
-    """The first request needs a third block of an instance that has two; the last one's blocks lie elsewhere."""
+    """The first request needs a third block of an instance that has two. The last request has no blocks there."""
     account = KvAccount([2, 2], block_size=4)
     growing, elsewhere = running(account, 0, num_tokens=8), running(account, 1, num_tokens=3)
     plan = make_policy("context", num_instances=2, options={}).plan(view_of(account, [growing, elsewhere]))
@@ -374,7 +374,7 @@ def test_a_request_without_blocks_on_the_full_instance_is_no_victim() -> None:
 
 @pytest.mark.parametrize("last_step", [-1, 5])
 def test_recomputed_output_does_not_delay_decodes(last_step: int) -> None:
-    """On two stages one of two requests would have to wait: the one that was in a step last."""
+    """On two stages one of two requests would have to wait: the request with the later last step."""
     account = KvAccount([20, 20], block_size=4)
     decoding, back = running(account, 0, num_tokens=12), running(account, 0, num_tokens=12)
     decoding.last_step, back.last_step = 3, last_step
@@ -499,7 +499,7 @@ def test_short_requests_pass_long_requests_that_wait_for_a_long_request() -> Non
 
 @pytest.mark.parametrize("policy", ["chunked", "prefill-first"])
 def test_a_copy_evicts_nothing_that_another_admission_has_hit(policy: str) -> None:
-    """Both are admitted by one plan; the second one's prefix is what would be evicted first."""
+    """Both are admitted by one plan. The prefix of the second request would be evicted first."""
     setup = Setup(num_instances=1, num_blocks=12, block_size=4, policy=policy, max_model_len=40)
     cluster = Cluster(setup)
     first, second = [1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18]

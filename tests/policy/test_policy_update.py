@@ -1,4 +1,4 @@
-"""Options of policies that change while they serve: what may change, what is refused, and that requests go on."""
+"""Options of policies that change while they serve: allowed and refused changes. Requests continue."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_policy_tells_its_name_and_all_its_options(
     assert settings.changeable == (CHANGEABLE if name == "tetris" else ())
     assert settings.given == given
     again = policy_of(name, **{key: option_text(value) for key, value in settings.options.items() if value is not None})
-    assert again.settings.options == settings.options, "what is in force can be given with -o"
+    assert again.settings.options == settings.options, "options in force can be given with -o"
 
 
 def test_auto_is_told_by_its_real_name() -> None:
@@ -134,7 +134,7 @@ def test_another_rate_counts_for_prompts_to_come_and_running_ones_stay() -> None
 
 @pytest.mark.parametrize("change", [{"chunking": "false"}, {"min_chunk": "2000"}])
 def test_chunks_can_be_switched_off(change: dict[str, str]) -> None:
-    """As in `test_tetris.py`, where the long prompt begins with a chunk of 992 tokens on what is free."""
+    """As in `test_tetris.py`, where the long prompt begins with a chunk of 992 tokens on the idle instances."""
     cluster = tetris()
     cluster.policy.update(change)
     cluster.add(range(1000), max_tokens=1)

@@ -1,4 +1,4 @@
-"""KV-Runahead's policy on a simulated cluster: who computes how much of a prompt, and what is refused."""
+"""KV-Runahead's policy on a simulated cluster: the pieces of a prompt, and refused options."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_chunk_is_partitioned_by_its_length_and_cached_tokens(kind: str) -> No
     first, second, *_ = running.parts_of(request)
     assert [sum(map(len, runs)) for runs in first.runs] == [800, 256], "three quarters, as of 1,600 tokens alone"
     new = second.stop - second.start
-    expected = 0.5 + 0.25 * 1600 / (1600 + second.start)  # of the 1,600 that a step has room for
+    expected = 0.5 + 0.25 * 1600 / (1600 + second.start)  # of the 1,600 tokens of a step
     assert len(second.runs[0][0]) == pytest.approx(new * expected, abs=16)
 
 
@@ -173,7 +173,7 @@ A100 = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=2)
 
 @pytest.mark.parametrize("partition", ["auto", "even", "searched"])
 def test_a_simulated_prompt_is_one_chain_where_memory_allows(partition: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16K tokens on two instances need a step of more than 8,192 tokens, which is what others have."""
+    """16K tokens on two instances need a step of more than 8,192 tokens, the default of other policies."""
     options = {"partition": partition, "threshold": "0"}
     lengths, ttfts_s = recorded(monkeypatch, SimExecutor), {}
     for tokens in (8192, None):
@@ -188,7 +188,7 @@ def test_a_simulated_prompt_is_one_chain_where_memory_allows(partition: str, mon
 
 
 def test_memory_for_large_steps_is_not_used_for_kv() -> None:
-    """Eager attention leaves no room for larger steps, and a small model's are as large as a prompt may be."""
+    """Eager attention leaves no memory for larger steps. Steps of a small model are as large as its longest prompt."""
 
     def sizes(kernels: Any, **scheduling: Any) -> tuple[int | None, int]:
         args = SchedulingArgs(policy="runahead", **scheduling)
@@ -198,7 +198,7 @@ def test_memory_for_large_steps_is_not_used_for_kv() -> None:
     usual = sizes("flash", max_num_batched_tokens=8192)[1]
     tokens, blocks = sizes("flash")
     assert tokens is not None and 65_536 < tokens < 131_072
-    assert 0.74 * usual < blocks < 0.78 * usual, "a quarter of what weights leave is for activations"
+    assert 0.74 * usual < blocks < 0.78 * usual, "a quarter of the memory beyond weights is for activations"
     assert sizes("flash", max_model_len=20_000)[0] == pytest.approx(20_000, abs=256)
     assert sizes("eager")[0] == 8192
 
@@ -213,7 +213,7 @@ def test_a_single_instance_keeps_small_steps() -> None:
 
 @pytest.mark.parametrize(("device", "most"), [("cpu", 2**29 // (4 * (6 * 96 + 4 * 128))), ("cuda", 2**20)])
 def test_steps_of_a_profile_are_as_large_as_an_engine_has_them(device: str, most: int) -> None:
-    """On CPU two ranks share a quarter of 4 GiB for a step; the memory of a measured GPU is not known."""
+    """On CPU two ranks share a quarter of 4 GiB for a step. The memory of a measured GPU is not known."""
     key = structs.replace(SUBJECT, device=device, tp=1)
     shape = ModelShape(num_layers=2, hidden_size=96, num_heads=4, num_kv_heads=2, head_dim=24, bytes_per_element=4)
     sizes = Architecture(name=key.model, attention=shape, intermediate_size=128, vocab_size=199, ffn_bytes=4)
@@ -260,7 +260,7 @@ def test_a_prompt_is_one_chain_by_default(
 def test_steps_are_as_large_as_memory_and_the_longest_prompt_allow(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A token of the tiny model needs 6 * 96 + 4 * 128 numbers of 4 bytes; what experts need is not known."""
+    """A token of the tiny model needs 6 * 96 + 4 * 128 numbers of 4 bytes. The memory of experts is not known."""
 
     def step(folder: Path, **asked: Any) -> int:
         even = {"policy": "runahead", "policy_options": {"partition": "even"}, "skip_tokenizer_init": True}

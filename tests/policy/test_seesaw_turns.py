@@ -1,4 +1,4 @@
-"""Seesaw's estimate of what is still to be decoded, and how full its passes are."""
+"""Seesaw's estimate of the tokens that remain to be decoded, and the fill of its passes."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ test_the_same_input_gives_the_same_steps = repeats(setups())
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("max_num_seqs", [2, 5])
 def test_groups_that_change_at_any_step(seed: int, max_num_seqs: int) -> None:
-    """Members that come later, also to a decode, are told everything; nobody takes more seats than there are."""
+    """Members that join later, also for a decode, get the whole state. No instance exceeds its request slots."""
     cluster = Cluster(Setup(num_instances=4, max_num_seqs=max_num_seqs, block_size=4, uneven=seed, num_blocks=500))
     cluster.engine.set_policy(Wandering(4, seed))
     requests = [cluster.add([n] * (5 + 40 * n), max_tokens=30, presence_penalty=0.5) for n in range(6)]
@@ -108,7 +108,7 @@ def test_groups_that_change_at_any_step(seed: int, max_num_seqs: int) -> None:
 
 
 def test_a_waiting_prompt_is_overtaken_by_a_started_one() -> None:
-    """The second prompt waits for blocks on instance 1 that are kept for the third, which would wait for its turn."""
+    """The second prompt waits for blocks on instance 1. They are reserved for the third, which has started."""
     cluster = Cluster(Setup(num_instances=2, num_blocks=10, max_num_batched_tokens=64))
     plans = {100: [(100, (1,))], 128: [(128, (1,))], 192: [(64, (0,)), (128, (0, 1))]}
     cluster.engine.set_policy(forced(plans, 2))
@@ -170,7 +170,7 @@ def test_without_chunks_it_waits_for_all() -> None:
 
 
 def mean_ttft_s(chunking: str, seed: int) -> float:
-    """Of prompts of mixed lengths that keep eight instances busy; unchecked, since there are many tokens."""
+    """Return the mean TTFT of prompts of mixed lengths that keep eight instances busy. Outputs are not checked."""
     options, clock = {"improvement_rate": "0.05", "min_chunk": "16", "chunking": chunking}, VirtualClock()
     engine = Engine(
         policy=make_policy("tetris", num_instances=8, options=options, facts=machine(1, 2, 4, 8, start_s=0.002)),
@@ -199,13 +199,13 @@ def mean_ttft_s(chunking: str, seed: int) -> float:
 
 
 def test_chunks_shorten_the_wait() -> None:
-    """The same prompts at the same times, with chunks and without, near what the instances can take."""
+    """The same prompts at the same times, with chunks and without, near the capacity of the instances."""
     with_chunks, without = (sum(mean_ttft_s(chunking, seed) for seed in range(3)) for chunking in ("true", "false"))
     assert with_chunks < 0.95 * without
 
 
 def test_a_later_prompt_does_not_overtake_on_the_same_instances() -> None:
-    """A prompt that is planned behind a long one on all instances waits for it, and for nobody else."""
+    """A prompt that is planned behind a long one on all instances waits for it, and for no other prompt."""
     cluster = tetris()
     first, second, third = (cluster.add([n] * length, max_tokens=1) for n, length in enumerate((8000, 400, 400)))
     cluster.run()

@@ -1,4 +1,4 @@
-"""A policy reads what `core.view` declares and nothing else, changes nothing, and a simple one needs little code."""
+"""A policy reads only attributes that `core.view` declares and changes nothing. A simple policy needs little code."""
 
 from __future__ import annotations
 
