@@ -1,4 +1,4 @@
-"""The pages say what the code says, and name only files that there are."""
+"""The pages agree with the code, and name only files that exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMED = re.compile(r"`(?:python )?((?:[\w.]+/)+[\w.]*\w)/?(?: --[^`]*)?`")
 ROOMS = (ROOT, ROOT / "src" / "longspan", ROOT / "benchmarks", DOCS)
 FOLDERS = {folder.name for room in ROOMS for folder in room.iterdir() if folder.is_dir()}
 MADE = ("profiles", "site", ".venv", "exchanges/sparse_kv.py", "policy/last.py")
-"""Parts of names that only stand for files which come to be."""
+"""Parts of names of files that are made later, or that a reader makes."""
 
 
 def test_the_generated_parts_are_up_to_date() -> None:

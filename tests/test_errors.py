@@ -1,4 +1,4 @@
-"""Every error about a parameter names it, and says what to give instead or what to do."""
+"""Every error about a parameter names it and states a remedy: allowed values or an action."""
 
 from __future__ import annotations
 

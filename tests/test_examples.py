@@ -24,7 +24,7 @@ COMMON = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 def torchrun(script: Path, logs: Path) -> list[str]:
-    """What each process prints into a file of its own, since torchrun does not buffer it."""
+    """Return the output of each process, from a file of its own since torchrun does not buffer lines."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--redirects", "1", "--log-dir", str(logs), str(script)]
     done = subprocess.run(
@@ -40,7 +40,7 @@ def run_script(script: str) -> None:
 
 
 def forked(script: Path, _: Path) -> list[str]:
-    """What each process prints that finds in its environment what torchrun would say."""
+    """Return the output of each process. Its environment is the same as under torchrun."""
     common = {**COMMON, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [Forked(run_script, str(script), environment={**common, "RANK": rank}) for rank in "01"]
     ended = [rank.wait(120) for rank in ranks]
@@ -50,7 +50,7 @@ def forked(script: Path, _: Path) -> list[str]:
 
 @pytest.fixture(params=[forked, pytest.param(torchrun, marks=pytest.mark.full)])
 def differences(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], list[float]]:
-    """Runs a script in two processes; gives the differences that it prints."""
+    """Return a function that runs a script in two processes and returns the differences that it prints."""
 
     def run(script: Path) -> list[float]:
         printed = request.param(script, tmp_path)

@@ -1,6 +1,6 @@
-"""What users and ranks see stays as recorded: the steps of some fifty workloads, every `--help`, the OpenAPI document.
+"""Recorded outputs stay equal: the steps of some fifty workloads, every `--help`, the OpenAPI document.
 
-`python tests/test_golden.py` records all of it anew; the difference then shows in review what a change changed.
+`python tests/test_golden.py` records all of it again. Review then shows the difference.
 """
 
 from __future__ import annotations

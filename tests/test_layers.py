@@ -1,4 +1,4 @@
-"""What an import may not load. `make lint` holds the layers of docs/architecture/index.md."""
+"""Modules that an import may not load. `make lint` holds the layers of docs/architecture/index.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process may use in a container, on trees of files as kernels and container runtimes make them."""
+"""Resource limits of a process in a container, on file trees like those of kernels and container runtimes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of all model types says what a run would find, and a run notices wrong answers, crashes and hangs."""
+"""The table of all model types equals the findings of a run. A run notices wrong answers, crashes and hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What starting does not import, each in a process of its own. Times are told by benchmarks/startup.py."""
+"""Modules that starting does not import, each in a process of its own. benchmarks/startup.py measures times."""
 
 from __future__ import annotations
 

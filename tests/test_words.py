@@ -1,4 +1,4 @@
-"""The check of the project's English finds what the style guide avoids, and accepts its replacements."""
+"""The check of the project's English finds words that the style guide avoids, and accepts their replacements."""
 
 from __future__ import annotations
 

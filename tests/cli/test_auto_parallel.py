@@ -1,4 +1,4 @@
-"""`longspan batch --parallel auto`: what is tried, what is taken, and that the engine runs so."""
+"""`longspan batch --parallel auto`: the candidates, the choice, and the engine that runs it."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_arguments_that_leave_no_choice_are_refused(options: dict[str, Any], wor
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, thread_llm: None) -> list[ThreadLLM]:
-    """The engines that the command line starts, on a machine of two cores that nobody has measured."""
+    """The engines that the command line starts, on a machine of two cores without a profile."""
     del thread_llm
     found: list[ThreadLLM] = []
 

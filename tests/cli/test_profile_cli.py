@@ -156,7 +156,7 @@ def stored() -> Profile:
     return found
 
 
-def test_groups_are_measured_with_every_exchange_and_one_instance_among_others(
+def test_groups_are_measured_with_every_exchange_and_a_single_instance_next_to_its_peers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run("profile", "m", "--parallel", "3", "--repeats", "2", "--threads-per-rank", "1", "--json", *LENGTHS) == 0
@@ -199,7 +199,7 @@ def test_a_gpu_does_everything_once_before_it_is_timed(
 
 
 def test_one_instance_is_measured_again_next_to_busy_ones() -> None:
-    """No prompt is one that was computed before: `Machine` looks."""
+    """No prompt repeats an earlier prompt. `Machine` checks that."""
     assert run("profile", "m", "--repeats", "1", *LENGTHS) == 0
     alone = [prefill for prefill in stored().prefills if prefill.members == 1]
     assert {prefill.beside for prefill in alone} == {0}

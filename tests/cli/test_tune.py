@@ -1,4 +1,4 @@
-"""The verb `tune csa`: measures a tiny model, goes on where it was stopped, and writes what `--csa` takes."""
+"""The verb `tune csa`: measures a tiny model, resumes after a stop, and writes a file for `--csa`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENGINE = ("--block-size", "16", "--num-gpu-blocks-override", "100", "--policy-op
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, thread_llm: None) -> Callable[[int], None]:
-    """Prompts are short, links are not timed, and a minute has passed whenever somebody looks at the clock."""
+    """Prompts are short, links are not timed, and each read of the clock is a minute later."""
     del thread_llm
     monkeypatch.setenv("LONGSPAN_HOSTS", "2")
     monkeypatch.setattr(tuning, "LENGTHS", LENGTHS)
@@ -66,7 +66,7 @@ def test_a_model_is_tuned_and_served(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It stops for want of time first; then it goes on, and writes a file by which prompts are computed."""
+    """The first run stops at its time limit. The second resumes and writes a file for the policy."""
     clock(8)
     journal = tmp_path / "t.json.journal"
     assert tune(12) == 2
@@ -110,7 +110,7 @@ def test_a_model_is_tuned_and_served(
 def test_points_depend_on_their_numbers_only(
     clock: Callable[[int], None], tune: Callable[..., int], tmp_path: Path
 ) -> None:
-    """So who goes on measures what one run would have."""
+    """Thus a resumed run measures the same points as an uninterrupted run."""
     hosts = (0, 0, 1, 1)
     draws = [drawn(number, LENGTHS, hosts) for number in range(200)]
     assert draws == [drawn(number, LENGTHS, hosts) for number in range(200)]
@@ -208,7 +208,7 @@ def test_auto_is_the_file_that_comes_with_the_package() -> None:
 
 
 def test_a_tuned_file_is_known_by_its_content(tmp_path: Path) -> None:
-    """YAML of settings is one thing, and a tuned file another; the policy gets JSON of both."""
+    """The content tells YAML of settings from a tuned file. The policy gets JSON of both."""
     file = tmp_path / "any.name"
     file.write_text(invented_tuned().to_json(), encoding="utf-8")
     assert Tuned.from_json(csa_settings(str(file), "any")) == invented_tuned().brief

@@ -302,7 +302,7 @@ def test_every_request_ends_and_gets_each_token_once(actions: list[tuple[Any, ..
     server.check()
 
 
-def test_a_request_that_runs_in_two_losses_fails_and_one_that_runs_in_one_does_not() -> None:
+def test_a_request_fails_at_its_second_loss_and_not_at_its_first() -> None:
     server = ApiServer()
     twice = server.add(60, 12)
     server.turn()

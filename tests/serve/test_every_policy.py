@@ -45,12 +45,12 @@ class Case:
 
     Attributes:
         engine: options of the engine.
-        policy: the policy in force, if another than the one that was chosen.
+        policy: the policy in force, if it differs from the chosen policy.
         change: values of options that may change.
         specs: further parallel specs, with roles or phases.
         refused: the parallel specs that the policy cannot serve on.
         fragile: the parallel specs that cannot lose a worker.
-        shrinks_to: the parallel spec after the loss of a worker without a replacement; None if such a loss is refused.
+        shrinks_to: the parallel spec after a worker is lost and not replaced. None if such a loss is refused.
     """
 
     name: str
@@ -189,7 +189,7 @@ def spec_of(server: Server) -> str:
 
 
 def check_options(server: Server, case: Case) -> None:
-    """Options are read; changeable ones change and are taken back; all others are refused."""
+    """Options are read. Changeable options change and are restored. All other changes are refused."""
     before = settings_of(server)
     assert before["policy"] == (case.policy or case.name)
     check_given(server, case)

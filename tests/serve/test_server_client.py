@@ -46,7 +46,7 @@ def engine_request(what: int, max_tokens: int = 3) -> EngineRequest:
 async def started(
     events: Path, max_engine_requests: int = 1024, most_tokens: int = 2**20, engine_timeout_s: float = 60.0
 ) -> AsyncIterator[EngineClient]:
-    """A client whose engine runs; it must leave nothing behind."""
+    """Yield a client whose engine runs. Its requests, processes and tasks must be gone afterwards."""
     client = EngineClient(
         EngineSetup(
             engine=EngineArgs(str(events)),
@@ -150,7 +150,7 @@ def test_a_request_that_was_not_accepted_must_be_accepted_by_the_next_engine(eve
     assert not any(event["is_accepted"] for event in told(events, "Add"))
 
 
-def test_a_stream_that_told_something_fails_but_a_whole_answer_is_made_anew(events: Path) -> None:
+def test_a_stream_with_output_fails_but_a_whole_answer_is_recomputed(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
             stream, whole = await asyncio.gather(
@@ -238,7 +238,7 @@ def test_an_api_server_that_was_stopped_does_not_take_its_engine_for_lost(events
 
 
 def test_requests_that_an_engine_has_not_accepted_are_bounded(events: Path) -> None:
-    """It hangs, say. What it could run at once (2 requests, 128 tokens) counts beside its queue."""
+    """A hanging engine, for example. Its steps (2 requests, 128 tokens) count in addition to its queue."""
 
     async def check() -> None:
         async with started(events, max_engine_requests=3, most_tokens=30) as client:
@@ -260,7 +260,7 @@ def test_requests_that_an_engine_has_not_accepted_are_bounded(events: Path) -> N
 
 
 def test_no_message_is_missed_while_messages_are_sent(events: Path) -> None:
-    """A send on the socket must not swallow the wake-up of a message that came in meanwhile."""
+    """A send on the socket must not swallow the wake-up of a message that arrives concurrently."""
 
     async def ask(client: EngineClient) -> int:
         total = 0

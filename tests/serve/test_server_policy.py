@@ -1,4 +1,4 @@
-"""GET and POST /admin/policy: who may, what is refused and how, and that changes outlive an engine core."""
+"""GET and POST /admin/policy: access, refusals and their status. Changes outlive an engine core."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_nothing_is_changed_while_nothing_is_served(
     response = client.post("/admin/policy", json={"min_chunk": 1})
     error_of(response, 503)
     assert response.headers["retry-after"] == "5"
-    assert client.get("/admin/policy").status_code == 200, "what it is, is known"
+    assert client.get("/admin/policy").status_code == 200, "the policy in force can still be read"
 
 
 def test_the_document_has_the_options_that_may_change(client: TestClient) -> None:
@@ -178,7 +178,7 @@ def test_an_update_does_not_wait_for_a_lost_engine(events: Path) -> None:
 
 
 def num_losses(server: ServerProcess) -> int:
-    """What the API server has noticed; nobody is served until what was lost is replaced."""
+    """Return the number of losses that the API server has logged. No request runs until lost processes are replaced."""
     return len(
         re.findall(
             "new workers are being started|the other instances continue|starting another engine core", server.text()

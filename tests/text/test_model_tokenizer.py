@@ -109,7 +109,7 @@ def test_a_space_between_prompt_and_output_is_kept() -> None:
 def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
     detokenizer = Detokenizer(BYTE_LEVEL, stop=tuple(stop))
     out = pieces(detokenizer, spell(text))
-    # One token at a time, the first complete stop string ends the text. Of two, the one that begins first counts.
+    # One token at a time, the first complete stop string ends the text. Of two, the earlier beginning counts.
     first = min(((text.find(each) + len(each), text.find(each)) for each in stop if each in text), default=None)
     assert "".join(out) == detokenizer.text == (text if first is None else text[: first[1]])
     assert (detokenizer.stopped_by in stop) == (first is not None)

@@ -41,7 +41,7 @@ class ScriptedRequest:
 
 
 class ScriptedEngine:
-    """Keeps requests; the test gives them tokens."""
+    """Keeps requests. The test gives them tokens."""
 
     def __init__(self) -> None:
         self.requests: list[ScriptedRequest] = []

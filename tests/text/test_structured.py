@@ -370,7 +370,7 @@ class _Stuck(SimExecutor):
         return replace(one, error="stuck") if one.request_id == 0 and self.num_sampled >= 3 else one
 
 
-def test_a_request_that_cannot_go_on_ends_with_its_reason_and_harms_nobody() -> None:
+def test_a_request_that_cannot_continue_ends_with_its_cause_and_harms_no_other_request() -> None:
     clock = VirtualClock()
     engine = Engine(
         policy=make_policy("chunked", num_instances=1, options={}),

@@ -1,4 +1,4 @@
-"""Arrivals, lengths and traces: what they are, and that a seed says all about them."""
+"""Arrivals, lengths and traces: their distributions, and that a seed determines them."""
 
 from __future__ import annotations
 
