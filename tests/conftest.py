@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -29,13 +30,14 @@ settings.load_profile("small")
 _MIN_EXAMPLES = 10
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Scripts that tests start find the helpers, too. Each process of `pytest -n` has an equal share of the cores.
 
     Threads of several processes on the same core would spin.
     """
     helpers = (str(Path(__file__).parent / folder) for folder in ("support", "attn"))
     os.environ["PYTHONPATH"] = os.pathsep.join([*helpers, *filter(None, [os.environ.get("PYTHONPATH")])])
+    config.pluginmanager.register(_Memory())
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         cores = sorted(os.sched_getaffinity(0))
         first = int(worker.removeprefix("gw")) % len(cores)
@@ -66,6 +68,27 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+class _Memory:
+    """Returns the memory of ended engines to the system after a test that has grown the process.
+
+    Engines are in reference cycles. Python counts objects and not the bytes of their tensors, so it collects too late.
+    """
+
+    max_growth_bytes = 48 * 2**20
+    """A collection takes 10 to 60 ms of CPU time, and few tests grow by more."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._before_bytes = self._process.memory_info().rss
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
+
+    def pytest_runtest_logfinish(self) -> None:
+        if self._process.memory_info().rss > self._before_bytes + self.max_growth_bytes:
+            gc.collect()
+            self._trim(0)
+            self._before_bytes = self._process.memory_info().rss
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Computes on one thread, where the members of a group are threads or tensors are tiny."""
@@ -80,11 +103,10 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def signals() -> Iterator[None]:
     """Restore the handlers of signals that the command line sets."""
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
+    from fake_llm import restored_signals
+
+    with restored_signals():
+        yield
 
 
 @pytest.fixture
@@ -98,15 +120,11 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch, signals: None) -> None:
 
 @pytest.fixture
 def thread_llm(monkeypatch: pytest.MonkeyPatch, signals: None) -> None:
-    """The command line starts engines in this process. Their workers are threads and compute in float32 by default."""
-    from engines import ThreadLLM
-
-    import longspan
+    """Let the command line start engines whose workers are threads, see `run_on_threads`."""
+    from engines import run_on_threads
 
     del signals
-    monkeypatch.setenv("LONGSPAN_DTYPE", "float32")
-    monkeypatch.setitem(vars(longspan), "LLM", ThreadLLM)
-    monkeypatch.setattr("longspan.cli.options.start_server", lambda: None)
+    run_on_threads(monkeypatch)
 
 
 @pytest.fixture

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from engines import ThreadLLM
-from fake_llm import run
+from engines import ThreadLLM, run_on_threads
+from fake_llm import restored_signals, run
 from invented_tuned import invented_tuned
 
 from longspan import tuning
@@ -25,75 +29,110 @@ LENGTHS = (160, 256)
 ENGINE = ("--block-size", "16", "--num-gpu-blocks-override", "100", "--policy-option", "threshold=30")
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch, thread_llm: None) -> Callable[[int], None]:
-    """Prompts are short, links are not timed, and each read of the clock is a minute later."""
-    del thread_llm
-    monkeypatch.setenv("LONGSPAN_HOSTS", "2")
-    monkeypatch.setattr(tuning, "LENGTHS", LENGTHS)
-    transfers = [
-        Transfer(kind="alltoall", members=4, num_bytes=size, seconds=(3e-4 + size / 1e9,)) for size in (2**12, 2**20)
-    ]
-    monkeypatch.setattr(tuning, "time_links", lambda *_: transfers)
+class Clock:
+    """Makes prompts short, does not time links, and moves the clock by a minute at each read."""
 
-    def restart(fewest: int) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        patch.setenv("LONGSPAN_HOSTS", "2")
+        patch.setattr(tuning, "LENGTHS", LENGTHS)
+        transfers = [
+            Transfer(kind="alltoall", members=4, num_bytes=size, seconds=(3e-4 + size / 1e9,))
+            for size in (2**12, 2**20)
+        ]
+        patch.setattr(tuning, "time_links", lambda *_: transfers)
+
+    def restart(self, min_points: int) -> None:
         minutes = count()
-        monkeypatch.setattr("longspan.cli.tune.time", SimpleNamespace(monotonic=lambda: 60 * next(minutes)))
-        monkeypatch.setattr(tuning, "MIN_POINTS", fewest)
+        self._patch.setattr("longspan.cli.tune.time", SimpleNamespace(monotonic=lambda: 60 * next(minutes)))
+        self._patch.setattr(tuning, "MIN_POINTS", min_points)
 
-    return restart
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, thread_llm: None) -> Clock:
+    del thread_llm
+    return Clock(monkeypatch)
+
+
+def tune_in(folder: Path, model: Path, minutes: int, *more: str) -> int:
+    out, limit = ("--out", str(folder / "t.json")), ("--max-minutes", str(minutes))
+    return run("tune", "csa", str(model), *out, *limit, *ENGINE, *more)
 
 
 @pytest.fixture
 def tune(speaking_model: Path, tmp_path: Path) -> Callable[..., int]:
-    return lambda minutes, *more: run(
-        "tune",
-        "csa",
-        str(speaking_model),
-        "--out",
-        str(tmp_path / "t.json"),
-        "--max-minutes",
-        str(minutes),
-        *ENGINE,
-        *more,
-    )
+    return partial(tune_in, tmp_path, speaking_model)
 
 
-def test_a_model_is_tuned_and_served(
-    clock: Callable[[int], None],
-    tune: Callable[..., int],
-    speaking_model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The first run stops at its time limit. The second resumes and writes a file for the policy."""
-    clock(8)
-    journal = tmp_path / "t.json.journal"
-    assert tune(12) == 2
-    said = capsys.readouterr().err
-    assert "--max-minutes is too short: " in said and "2 of 2 exact points" in said and "run the command again" in said
-    before = journal.read_text(encoding="utf-8").splitlines()
-    assert not (tmp_path / "t.json").exists()
-    journal.write_text("\n".join([*before, '{"num_tok']), encoding="utf-8")  # it was killed while it wrote
-    clock(8)
-    assert tune(24) == 0
-    lines = journal.read_text(encoding="utf-8").splitlines()
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """A run that stopped at its time limit and was then resumed.
+
+    Attributes:
+        folder: holds the tuned file and its journal.
+        exit_code: of the first run.
+        message: of the first run.
+        journal: lines after the first run.
+        shown: output of the second run.
+    """
+
+    folder: Path
+    exit_code: int
+    message: str
+    journal: list[str]
+    shown: str
+
+    @property
+    def tuned(self) -> Tuned:
+        return Tuned.from_json((self.folder / "t.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def stopped(speaking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stopped]:
+    """Tune a model in two runs. The first is killed while it writes a line of the journal."""
+    folder = tmp_path_factory.mktemp("tuned")
+    journal, message, shown = folder / "t.json.journal", io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, restored_signals():
+        run_on_threads(patch)
+        clock = Clock(patch)
+        clock.restart(6)
+        with redirect_stderr(message):
+            exit_code = tune_in(folder, speaking_model, 6)
+        assert not (folder / "t.json").exists()
+        before = journal.read_text(encoding="utf-8").splitlines()
+        journal.write_text("\n".join([*before, '{"num_tok']), encoding="utf-8")
+        clock.restart(6)
+        with redirect_stdout(shown):
+            assert tune_in(folder, speaking_model, 12) == 0
+        yield Stopped(
+            folder=folder, exit_code=exit_code, message=message.getvalue(), journal=before, shown=shown.getvalue()
+        )
+
+
+def test_a_run_that_stops_at_its_time_limit_is_resumed(stopped: Stopped, speaking_model: Path) -> None:
+    assert stopped.exit_code == 2
+    assert "--max-minutes is too short: " in stopped.message and "run the command again" in stopped.message
+    assert "2 of 2 exact points" in stopped.message
+    before, lines = stopped.journal, (stopped.folder / "t.json.journal").read_text(encoding="utf-8").splitlines()
     assert lines[: len(before)] == before and len(lines) > len(before) + 3
-    found = Tuned.from_json((tmp_path / "t.json").read_text(encoding="utf-8"))
+    found = stopped.tuned
     assert len(found.points) == len(lines) - 1
-    assert [one.num_tokens for one in found.points if one.levels == 1] == list(LENGTHS)
+    assert [point.num_tokens for point in found.points if point.levels == 1] == list(LENGTHS)
     assert (found.hosts, found.tuned_for, found.dtype) == ((0, 0, 1, 1), str(speaking_model), "float32")
     assert found.rates.inside.bytes_per_s == pytest.approx(1e9)
     assert found.rates.inside.message_s == pytest.approx(1e-4)
-    assert f"{found.held_out.accuracy:.1%} accurate" in capsys.readouterr().out
+    assert f"{found.held_out.accuracy:.1%} accurate" in stopped.shown
+
+
+def test_prompts_are_computed_by_a_tuned_file(stopped: Stopped, speaking_model: Path) -> None:
     prompt = list(range(3, 203))
-    for most, drops in (("0", False), ("99", True)):
+    for max_loss, drops in ((0.0, False), (99.0, True)):
         with ThreadLLM(
             str(speaking_model),
             parallel="4",
             policy="csps",
-            csa=str(tmp_path / "t.json"),
-            max_accuracy_loss=float(most),
+            csa=str(stopped.folder / "t.json"),
+            max_accuracy_loss=max_loss,
             policy_options={"threshold": "30"},
             block_size=16,
             num_gpu_blocks_override=100,
@@ -107,9 +146,7 @@ def test_a_model_is_tuned_and_served(
                 assert llm.service.policy_settings.options["csa"] == there, "auto is the file given at the start"
 
 
-def test_points_depend_on_their_numbers_only(
-    clock: Callable[[int], None], tune: Callable[..., int], tmp_path: Path
-) -> None:
+def test_points_depend_on_their_numbers_only(stopped: Stopped) -> None:
     """Thus a resumed run measures the same points as an uninterrupted run."""
     hosts = (0, 0, 1, 1)
     draws = [drawn(number, LENGTHS, hosts) for number in range(200)]
@@ -118,33 +155,30 @@ def test_points_depend_on_their_numbers_only(
     assert {one.levels for _, one, _ in draws} == {2, 3} and {mode for *_, mode in draws} == {"kv"}
     assert {one.levels for _, one, _ in (drawn(number, LENGTHS, (0, 1)) for number in range(50))} == {2}
     assert min(one.drop for _, one, _ in draws) == 0 and 0.5 < max(one.drop for _, one, _ in draws) <= 0.6
-    clock(8)
-    assert tune(40) == 0
-    points = Tuned.from_json((tmp_path / "t.json").read_text(encoding="utf-8")).points
-    sparse = [(one.num_tokens, one.configuration, one.mode) for one in points if one.levels > 1]
-    assert sparse == draws_of(len(sparse))
-    assert all(0 <= score <= 1 for one in points for score in one.scores)
-    assert [one.ttft_s is not None for one in points if one.levels > 1][:4] == [True, False, False, True]
+    points = stopped.tuned.points
+    sparse = [(point.num_tokens, point.configuration, point.mode) for point in points if point.levels > 1]
+    assert len(sparse) >= 6 and sparse == draws_of(len(sparse))
+    assert all(0 <= score <= 1 for point in points for score in point.scores)
+    assert [point.ttft_s is not None for point in points if point.levels > 1][:4] == [True, False, False, True]
 
 
 def draws_of(number: int) -> list[object]:
-    """The first so many that differ."""
+    """Return the first `number` distinct draws."""
     return list(dict.fromkeys(drawn(index, LENGTHS, (0, 0, 1, 1)) for index in range(200)))[:number]
 
 
 def test_no_minutes_take_the_points_that_there_are(
-    clock: Callable[[int], None], tune: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stopped: Stopped, clock: Clock, tune: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Unless the folder held another model by then."""
-    clock(8)
-    assert tune(40) == 0
-    before, journal = ((tmp_path / name).read_text(encoding="utf-8") for name in ("t.json", "t.json.journal"))
-    clock(8)
+    """A journal of a model with other weights is refused."""
+    before, journal = ((stopped.folder / name).read_text(encoding="utf-8") for name in ("t.json", "t.json.journal"))
+    (tmp_path / "t.json.journal").write_text(journal, encoding="utf-8")
+    clock.restart(6)
     assert tune(0) == 0
     assert (tmp_path / "t.json").read_text(encoding="utf-8") == before
     assert (tmp_path / "t.json.journal").read_text(encoding="utf-8") == journal
     (tmp_path / "t.json.journal").write_text(journal.replace('"weights":"', '"weights":"0', 1), encoding="utf-8")
-    clock(8)
+    clock.restart(6)
     assert tune(0) == 2
     assert "has points of other measurements (weights 0" in capsys.readouterr().err
 
@@ -168,13 +202,13 @@ def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.
 
 
 def test_inputs_that_cannot_be_tuned_are_refused(
-    clock: Callable[[int], None],
+    clock: Clock,
     tune: Callable[..., int],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock(4)
+    clock.restart(4)
     text = tmp_path / "short.txt"
     text.write_text("too short", encoding="utf-8")
     other = tmp_path / "t.json.journal"

@@ -12,6 +12,7 @@ import pytest
 from in_order import Fabric, InOrderTransport
 from thread_launcher import ThreadLauncher
 
+import longspan
 from longspan import LLM
 from longspan.attn.comm import Transport
 from longspan.attn.routing import DirectedTransport
@@ -64,6 +65,13 @@ class ThreadLLM(LLM):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **{"dtype": "float32", **given})
+
+
+def run_on_threads(patch: pytest.MonkeyPatch) -> None:
+    """Let the command line start engines in this process. Their workers are threads, in float32 by default."""
+    patch.setenv("LONGSPAN_DTYPE", "float32")
+    patch.setitem(vars(longspan), "LLM", ThreadLLM)
+    patch.setattr("longspan.cli.options.start_server", lambda: None)
 
 
 def num_free_blocks(llm: LLM) -> list[int]:

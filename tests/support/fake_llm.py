@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -118,6 +120,16 @@ def run(*arguments: str) -> int:
         app.main(arguments)
     assert isinstance(exit_.value.code, int)
     return exit_.value.code
+
+
+@contextmanager
+def restored_signals() -> Iterator[None]:
+    """Restore the handlers of signals that the command line sets."""
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
