@@ -7,20 +7,21 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from engines import Engines
+from engines import Engines, ThreadLLM
 from fake_llm import FakeLLM, run
 from oracle import Oracle
 from refusals import refused
 
 import longspan
 from longspan import SamplingParams, evals
-from longspan.evals import NEEDLE_PARAMS, ScoredWindow, Text, compare, needles, perplexity, scored
+from longspan.evals import NEEDLE_PARAMS, Needle, ScoredWindow, Text, compare, needles, perplexity, scored
 from longspan.outputs import Logprob, RequestOutput
 
 KEY = re.compile(r"The secret pass key is (\d{5})\. Remember it\. \1 is the pass key\.")
@@ -244,6 +245,30 @@ def test_perplexity_is_the_oracles(engines: Engines, tiny: Path, oracle: Oracle,
     assert {len(one) for window in windows for one in window.logprobs} == {5, 6}
 
 
+@pytest.mark.usefixtures("thread_llm")
+def test_the_score_is_that_of_the_answers(
+    speaking_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An untrained model answers with no key, so every second answer counts as found."""
+    answers: list[str] = []
+
+    def found_in(_: Needle, answer: str) -> bool:
+        answers.append(answer)
+        return len(answers) % 2 == 0
+
+    monkeypatch.setattr(Needle, "found_in", found_in)
+    arguments = (str(speaking_model), "--lengths", "96", "--depths", "0,1", "--threads-per-rank", "1")
+    found = result(capsys, *arguments)
+    assert (found["score"], found["parallel"], found["policy"]) == (0.5, "1", "chunked")
+    assert [cell["num_found"] for cell in found["results"]] == [1, 1]
+    with ThreadLLM(str(speaking_model), threads_per_rank=1) as llm:
+        tokenize = partial(llm.tokenize, add_special_tokens=False)
+        hidden = needles(Text.of(tokenize, []), tokenize, 96, depths=(0.0, 1.0), num_samples=2, seed=0)
+        outputs = llm.generate([needle.prompt for needle in hidden], NEEDLE_PARAMS, use_tqdm=False)
+    assert answers == [output.outputs[0].text for output in outputs]
+
+
+@pytest.mark.full
 @pytest.mark.usefixtures("thread_llm")
 def test_smollm2_finds_the_key(capsys: pytest.CaptureFixture[str]) -> None:
     found = result(capsys, "--lengths", "512,768", "--depths", "0.5", "--num-samples", "1")

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,8 @@ NEEDED = {
     "transfer_backends": ("--prefill-parallel", "1", "--decode-parallel", "1"),
 }
 """Flags that need other flags."""
+APART = (*NEEDED, "parallel", "instances", "tp", "pp", "csa", "target_ttft")
+"""Options that exclude options in `VALUES`."""
 Started = tuple[Any, Any]
 
 
@@ -175,16 +177,19 @@ def arguments(name: str, value: str | list[str]) -> list[str]:
     return [word for one in ([value] if isinstance(value, str) else value) for word in (option.name, one)]
 
 
-def by_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str | list[str]) -> list[str]:
-    monkeypatch.setenv(f"LONGSPAN_{name.upper()}", value if isinstance(value, str) else json.dumps(value))
+def by_variable(monkeypatch: pytest.MonkeyPatch, values: Mapping[str, str | list[str]]) -> list[str]:
+    for name, value in values.items():
+        monkeypatch.setenv(f"LONGSPAN_{name.upper()}", value if isinstance(value, str) else json.dumps(value))
     return []
 
 
-def by_file(folder: Path, name: str, value: str | list[str]) -> list[str]:
-    """Numbers and truth values as YAML has them, the key as the flag is."""
-    key = OPTIONS[name].name.lstrip("-")
-    typed = value if isinstance(value, list) or value.endswith(":") else yaml.safe_load(value)
-    (folder / "config.yaml").write_text(yaml.safe_dump({key: typed}))
+def by_file(folder: Path, values: Mapping[str, str | list[str]]) -> list[str]:
+    """Write numbers and truth values in YAML's types. Keys are flags without dashes in front."""
+    content = {}
+    for name, value in values.items():
+        typed = value if isinstance(value, list) or value.endswith(":") else yaml.safe_load(value)
+        content[OPTIONS[name].name.lstrip("-")] = typed
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
     return ["--config", str(folder / "config.yaml")]
 
 
@@ -192,20 +197,32 @@ def test_there_is_a_value_for_every_flag() -> None:
     assert set(VALUES) == set(OPTIONS)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_flag_a_variable_and_a_file_say_the_same(
-    name: str, started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longspan.cli.serve._tracer", lambda endpoint: endpoint)
+
+
+@pytest.mark.usefixtures("traced")
+def test_every_flag_changes_the_settings(started: list[Started]) -> None:
+    for given in ([], *([*NEEDED.get(name, ()), *arguments(name, VALUES[name])] for name in OPTIONS)):
+        assert run("serve", *given) == 0
+    default, *changed = map(seen, started)
+    assert [name for name, settings in zip(OPTIONS, changed, strict=True) if settings == default] == []
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("names", [*([name] for name in APART), [name for name in VALUES if name not in APART]])
+def test_flags_variables_and_a_file_give_the_same_settings(
+    names: list[str], started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if name == "otlp_traces_endpoint":
-        monkeypatch.setattr("longspan.cli.serve._tracer", lambda endpoint: endpoint)
-    value, needed = VALUES[name], NEEDED.get(name, ())
-    assert run("serve") == 0
-    assert run("serve", *needed, *arguments(name, value)) == 0
-    assert run("serve", *needed, *by_file(tmp_path, name, value)) == 0
-    assert run("serve", *needed, *by_variable(monkeypatch, name, value)) == 0
-    default, *others = map(seen, started)
-    assert others[0] == others[1] == others[2]
-    assert others[0] != default
+    """All options that exclude no other option are given at once. Each of them has an effect, see the test above."""
+    needed, values = NEEDED.get(names[0], ()), {name: VALUES[name] for name in names}
+    flags = [word for name, value in values.items() for word in arguments(name, value)]
+    assert run("serve", *needed, *flags) == 0
+    assert run("serve", *needed, *by_file(tmp_path, values)) == 0
+    assert run("serve", *needed, *by_variable(monkeypatch, values)) == 0
+    by_flags, *others = map(seen, started)
+    assert others == [by_flags, by_flags]
 
 
 def test_flags_count_before_variables_before_the_file(
@@ -361,8 +378,8 @@ def test_mistakes_name_the_flag_and_the_value_wherever_they_come_from(
     flag = OPTIONS[name].name
     ways: list[Callable[[], list[str]]] = [
         lambda: [flag, value],
-        lambda: by_file(tmp_path, name, value),
-        lambda: by_variable(monkeypatch, name, value),
+        lambda: by_file(tmp_path, {name: value}),
+        lambda: by_variable(monkeypatch, {name: value}),
     ]
     for way in ways:
         line = failure(capsys, *way())

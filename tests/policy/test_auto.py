@@ -203,11 +203,11 @@ def test_groups_of_a_size_do_not_overlap(hosts: list[int], sizes: tuple[int, ...
 
 
 def test_a_document_leaves_instances_to_chats() -> None:
-    made = cluster(num_blocks=4000, max_num_batched_tokens=8192)
+    made = cluster(num_blocks=1000, max_num_batched_tokens=2048)
     for number in range(12):
         made.add([number] * 10, max_tokens=2)
         made.run()
-    document = made.add(range(40_000), max_tokens=2)
+    document = made.add(range(10_000), max_tokens=2)
     made.engine.step()
     chat = made.add(range(50, 60), max_tokens=2)
     made.run()

@@ -110,7 +110,7 @@ def held_out(count: int) -> list[tuple[int, TimeTable, bool, float]]:
 def test_choices_are_nearly_as_good_as_enumeration() -> None:
     """At most 5 % slower than enumeration's, by the simulator, and no constraint but one in twenty is broken."""
     met, lost = [], []
-    cases = held_out(50)
+    cases = held_out(20)
     for num_tokens, table, by_loss, most in cases:
         there = table.group
         if by_loss:
@@ -125,7 +125,7 @@ def test_choices_are_nearly_as_good_as_enumeration() -> None:
         assert ttft_s <= 1.05 * best.ttft_s
         met.append(loss <= most if by_loss else ttft_s <= most)
         lost.append(loss - best.loss)
-    assert len(cases) == 50
+    assert len(cases) == 20
     assert sum(met) >= 0.95 * len(met)
     assert sum(lost) / len(lost) < 0.5
 

@@ -59,7 +59,7 @@ def computed(cluster: Served, requests: list[Request]) -> list[Counter[int]]:
 def test_first_tokens_of_many_prompts_are_on_all_members_alike(members: int, rotate: str) -> None:
     draw, cluster, firsts = random.Random(0), serving(members, rotate=rotate), Counter[int]()
     for number in range(240):
-        request = cluster.add([number % 60] * draw.randint(40, 1500), max_tokens=2)
+        request = cluster.add([number % 60] * draw.randint(40, 600), max_tokens=2)
         cluster.run()
         firsts += computed(cluster, [request])[-1]
         cluster.executor.steps.clear()

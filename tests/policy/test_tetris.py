@@ -266,7 +266,7 @@ def test_groups_end_with_their_host_if_it_has_enough(per_host: int, options: dic
             locations=locations,
         )
     )
-    requests = [cluster.add([number] * 8000, max_tokens=20) for number in range(3)]
+    requests = [cluster.add([number] * 4000, max_tokens=20) for number in range(3)]
     cluster.run()
     for request in requests:
         assert [len(group) for group, _ in chunks_of(cluster, request)] == [expected]

@@ -188,14 +188,20 @@ class ApiServer:
     def turn(self) -> None:
         """As `EngineLoop.run` does."""
         try:
-            self.loop._advance()
+            self.advance()
         except WorkerLostError as error:
-            self.loop._restart(error)
+            self.restart(error)
+
+    def advance(self) -> None:
+        self.loop._advance()
+
+    def restart(self, error: WorkerLostError) -> None:
+        self.loop._restart(error)
 
     def turn_until_lost(self) -> None:
         """Completions that are there already are taken first."""
         for _ in range(100):
-            self.loop._advance()
+            self.advance()
 
     def finish(self) -> None:
         """Until nothing is left to do."""
@@ -404,7 +410,7 @@ def test_a_request_between_two_steps_can_fail_after_a_loss() -> None:
             server.turn_until_lost()
         requests = server.cluster.engine._queues.requests.values()
         num_between += any(request.group and not request.in_flight for request in requests)
-        server.loop._restart(lost.value)
+        server.restart(lost.value)
         server.finish()
         server.check()
     assert num_between, "no request was between two steps"

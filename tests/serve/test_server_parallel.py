@@ -13,11 +13,13 @@ from fake_engine import SAY
 from fake_engine_install import told, until
 from fake_server import client_of, fake_of, make_server
 from oracle import Oracle
-from server_process import running
 from starlette.testclient import TestClient
+from test_changing_fleet import wait_for
 from test_server_access import error_of
 from test_server_client import engine_request, kill_engine, num_tokens, started, streamed
+from thread_server import thread_server
 
+from longspan.args import EngineArgs
 from longspan.serve.errors import EngineLostError
 from longspan.serve.server import Server
 
@@ -73,33 +75,31 @@ def test_a_new_engine_core_takes_the_spec_too(events: Path) -> None:
 # ---------------------------------------------------------------- all of it
 
 
-def test_a_fleet_grows_and_shrinks_while_it_serves(tiny: Path, tmp_path: Path, oracle: Oracle) -> None:
-    flags = ("--skip-tokenizer-init", "--parallel", "1", "--threads-per-rank", "1", "--policy", "chunked")
+def test_a_fleet_grows_and_shrinks_while_it_serves(tiny: Path, oracle: Oracle) -> None:
+    """The workers are threads. `test_fleet_grows.py` counts worker processes."""
+    given = EngineArgs(str(tiny), parallel="1", policy="chunked", skip_tokenizer_init=True, threads_per_rank=1)
     prompts = [[3 + (index * 37 + at * (index + 5)) % 190 for at in range(40 + 90 * index)] for index in range(4)]
     expected = [oracle.complete(prompt, 60).token_ids for prompt in prompts]
-    environment = {"LONGSPAN_API_KEY": "sesame"}
-    with running(str(tiny), *flags, log=tmp_path / "log", environment=environment) as server:
-        client, done = server.client, threading.Event()
+    with thread_server(given) as server:
+        done = threading.Event()
 
         def ask(number: int) -> None:
             while not done.is_set():
-                reply = client.complete(prompt=prompts[number % 4], max_tokens=60, stream=number >= 4)
+                reply = server.complete(prompt=prompts[number % 4], max_tokens=60, stream=number >= 4)
                 assert reply.token_ids == expected[number % 4]
 
         with ThreadPoolExecutor(8) as threads:
             asking = [threads.submit(ask, number) for number in range(8)]
             try:
-                for spec, num_workers in (("3", 3), ("pp2", 3), ("1", 3), ("2xpp2", 4)):
-                    client.wait_until_running(2)
-                    assert client.ask("POST", "/admin/parallel", {"parallel": spec}).body == {"parallel": spec}
-                    assert len(server.one("forkserver").children()) == num_workers
+                for spec in ("3", "pp2", "1", "2xpp2"):
+                    wait_for(server, lambda engine: engine.load().num_running >= 2)
+                    assert server.ask("POST", "/admin/parallel", {"parallel": spec}).body == {"parallel": spec}
             finally:
                 done.set()
         for one in asking:
             one.result()
-        client.wait_until_idle()
         for spec, words in (("13xpp5", "a fleet grows to at most 64"), ("x", "neither N nor [Nx][tpT][ppP]")):
-            refused = client.ask("POST", "/admin/parallel", {"parallel": spec})
+            refused = server.ask("POST", "/admin/parallel", {"parallel": spec})
             assert refused.status == 400
             assert words in refused.body["error"]["message"]
-        assert client.complete(prompt=prompts[3], max_tokens=60).token_ids == expected[3]
+        assert server.complete(prompt=prompts[3], max_tokens=60).token_ids == expected[3]

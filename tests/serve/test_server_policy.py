@@ -193,7 +193,7 @@ def rate_of(client: Client) -> object:
 def test_a_policy_changes_while_requests_run_and_they_stay_as_they_are(tetris_server: ServerProcess) -> None:
     client = tetris_server.client
     prompt = [n % 50 for n in range(300)]
-    usual = client.complete(prompt=prompt, max_tokens=200).token_ids
+    usual = client.complete(prompt=prompt, max_tokens=60).token_ids
     asked = []
 
     def change(rate: float) -> None:
@@ -206,7 +206,7 @@ def test_a_policy_changes_while_requests_run_and_they_stay_as_they_are(tetris_se
     long = json.dumps(completion(prompt=[1, 2, 3], max_tokens=4000)).encode()
     with Wire(client) as wire, ThreadPoolExecutor(4) as threads:
         wire.send(post(long, headers=headers))  # it runs until its client leaves
-        answers = [threads.submit(client.complete, prompt=prompt, max_tokens=200) for _ in range(4)]
+        answers = [threads.submit(client.complete, prompt=prompt, max_tokens=60) for _ in range(4)]
         client.wait_until_running(1)
         for rate in (0.3, 0.6):
             change(rate)

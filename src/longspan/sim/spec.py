@@ -226,7 +226,7 @@ class Faults:
     def __post_init__(self) -> None:
         for instance, factor in self.slow.items():
             if instance < 0:
-                raise ParameterError("slow", f"is for instances from 0 on, but instance {instance} given", instance)
+                raise ParameterError("slow", f"must name instances from 0 on, but instance {instance} given", instance)
             if not (factor > 0 and math.isfinite(factor)):
                 raise ParameterError("slow", f"of instance {instance} must be above 0, but {factor} given", factor)
         for name, values in (("lost_at_s", self.lost_at_s), ("restart_s", (self.seconds_to_restart,))):
