@@ -81,8 +81,7 @@ class Csps(Policy, name="csps"):
             ("KV heads", max(heads), self._shape.num_kv_heads),
         ):
             if given not in (1, actual):
-                problem = f"has drop ratios of {given} {unit}, but the model has {actual}: give ratios of 1 or {actual}"
-                raise ParameterError("csa", problem, given)
+                raise ParameterError("csa", f"must have drop ratios of 1 or {actual} {unit}, but {given} given", given)
 
     @property
     def capacity(self) -> int:

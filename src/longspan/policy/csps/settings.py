@@ -162,7 +162,7 @@ class CspsOptions(ContextOptions):
                 raise ParameterError(name, f"must be a number {least}, but {value:g} given", value)
             if self.tuned is None:
                 csa = self.csa if self.csa == _OFF else "settings of its own"
-                raise ParameterError(name, f"is for a tuned csa, but csa is {csa}: use auto or a tuned file", value)
+                raise ParameterError(name, f"is for csa auto, or a tuned file, but csa is {csa}: give one", value)
         if len(given) > 1:
             problem = f"and max_accuracy_loss {self.max_accuracy_loss:g} exclude each other: leave one of them out"
             raise ParameterError("target_ttft", problem, self.target_ttft)

@@ -27,7 +27,7 @@ class RateTable:
         requests = [request_rate for request_rate, _ in self.entries]
         finite = all(math.isfinite(request_rate) for request_rate in requests)
         if not requests or not finite or requests != sorted(set(requests)) or requests[0] < 0:
-            raise ValueError(f"request rates ascend from 0 or more and are finite, but {requests} given")
+            raise ValueError(f"request rates must ascend from 0 or more and be finite, but {requests} given")
         for _, improvement_rate in self.entries:
             check_improvement_rate(improvement_rate)
 
