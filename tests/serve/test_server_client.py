@@ -88,15 +88,12 @@ async def kill_engine(client: EngineClient, number: signal.Signals = signal.SIGK
 
 
 @pytest.mark.parametrize("kind", [WRONG, ENDS_AT_ONCE])
-def test_a_start_that_nothing_waits_for_any_more_may_fail(tmp_path: Path, kind: str) -> None:
+def test_a_start_that_nothing_waits_for_any_more_may_fail(events: Path, kind: str) -> None:
     """No exception of it is left over, see `every_exception_is_retrieved`."""
-    events = tmp_path / kind
-    events.touch()
 
     async def check() -> None:
-        client = EngineClient(
-            EngineSetup(engine=EngineArgs(str(events)), max_num_queued_reqs=1, max_num_queued_tokens=100)
-        )
+        engine = EngineArgs(str(events.with_name(kind)))
+        client = EngineClient(EngineSetup(engine=engine, max_num_queued_reqs=1, max_num_queued_tokens=100))
         starting = asyncio.create_task(client.start())
         await asyncio.sleep(0)
         starting.cancel()

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from engines import Row, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
@@ -133,10 +134,9 @@ def test_a_form_that_is_not_sure_is_none(template: str | None) -> None:
     assert detect_format(processor(template)) is None
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("with_markers", [False, True])
-@pytest.mark.parametrize("required", [False, True])
-def test_a_grammar_allows_calls_and_texts_where_they_may_be(form: str, with_markers: bool, required: bool) -> None:
+@pytest.mark.parametrize("row", pairwise({"form": FORMS, "with_markers": (False, True), "required": (False, True)}))
+def test_a_grammar_allows_calls_and_texts_where_they_may_be(row: Row) -> None:
+    form, with_markers, required = row["form"], row["with_markers"], row["required"]
     one = written(form, ("weather", ROME))
     assert follows(one, form, with_markers, required=required)
     assert follows(written(form, (ODD, {})), form, with_markers, required=required)

@@ -125,7 +125,7 @@ def measured_experiment(
     cluster, phases = clusters[0], clusters if len(clusters) > 1 else ()
     if {c.tp(instance) for c in clusters for instance in c.instances} != {key.tp}:
         given = " and ".join(map(str, clusters))
-        raise ParameterError("profile", f"must have the tp of {given}, but has tp {key.tp}", spec.profile)
+        raise ParameterError("profile", f"is of instances with tp {key.tp}: use this tp, not {given}", spec.profile)
     partitions: PartitionTable | ModelledPartitions = PartitionTable()
     if (ttft_s := modelled_ttft(profile, model.attention)) is not None:
         partitions = ModelledPartitions(partial(fractions_by, ttft_s, align=scheduling.block_size))
