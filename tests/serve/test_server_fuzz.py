@@ -25,7 +25,7 @@ from server_process import KEY, running
 from longspan.serve.schemas import CompletionResponse
 
 LONG_RUN = "LONGSPAN_FUZZ_EXAMPLES" in os.environ
-NUM_EXAMPLES = int(os.environ.get("LONGSPAN_FUZZ_EXAMPLES", "2"))
+NUM_EXAMPLES = int(os.environ.get("LONGSPAN_FUZZ_EXAMPLES", "3"))
 """Per route and mode. Short runs use the same examples."""
 
 CHUNKS: dict[str, type[BaseModel]] = {
