@@ -73,7 +73,7 @@ def _quick(folder: str, packages: str) -> list[Check]:
         Check("ceilings", ceilings, seconds=10, at_most=25, results=("ceilings",)),
         Check("compile", ("tests/gpu/compile_kernels.py",), seconds=12, at_most=40),
         _tests("kernels", folder, seconds=18, at_most=45, files=(_KERNELS,)),
-        Check("reads", _of_8b(folder, "--parts", "reads"), seconds=10, at_most=25, results=("8b_reads",)),
+        Check("reads", _of_8b(folder, "--parts", "reads"), seconds=10, at_most=45, results=("8b_reads",)),
         Check("prompt_128k", _of_8b(folder, *prompt), seconds=25, at_most=110, results=("8b_chosen",)),
     ]
 

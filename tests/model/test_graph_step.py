@@ -166,19 +166,39 @@ def test_a_replay_equals_the_layers(folders: dict[str, Path], name: str) -> None
     assert tape.num_replayed == 7 > tape.num_recorded
 
 
-def test_graphs_are_few_and_small(tiny: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_prepared_sizes_are_recorded_once(folders: dict[str, Path], name: str) -> None:
+    """Graphs of 1, 2 and 4 tokens, each with space for contexts of 256 and of 1,024 tokens."""
+    tape = Tape()
+    decodes = Decodes(folders[name], tape, Recordable())
+    decodes.model.trunk.prepare(decodes.kv, 3, 1000)
+    assert (tape.num_recorded, tape.num_replayed) == (6, 0)
+    for stops in ((1,), (900, 2), (300, 280, 310), (255,), (700, 1, 1, 200)):
+        decodes.step(*stops)
+    assert (tape.num_recorded, tape.num_replayed) == (6, 5)
+
+
+def test_prepared_sizes_end_with_the_pool(tiny: Path) -> None:
+    """The pool has 1,280 tokens, so that two requests without common blocks have at most 640 tokens on average."""
     tape = Tape()
     decodes = Decodes(tiny, tape, Recordable())
-    with mock.patch.object(graph_step, "_MAX_GRAPHS", 2):
-        for stops in ((1,), (1, 2), (3,), (1, 2, 3), (4,), (2, 1)):  # that of one token is used again: it is kept
-            decodes.step(*stops)
-    assert (tape.num_recorded, tape.num_replayed) == (4, 6)
-    assert sorted(decodes.model.trunk.step._logits) == [1, 2, 4], "graphs of as many tokens write to the same"
+    decodes.model.trunk.prepare(decodes.kv, 8, 10**6)
+    assert sorted((size.rows, size.context) for size in decodes.model.trunk.step._graphs) == [
+        *[(1, 256), (1, 1024), (1, 4096)],
+        *[(2, 256), (2, 1024)],
+        *[(4, 256), (4, 1024)],
+        (8, 256),
+    ]
+
+
+def test_steps_of_many_tokens_are_not_recorded(tiny: Path) -> None:
+    tape = Tape()
+    decodes = Decodes(tiny, tape, Recordable())
     with mock.patch.object(graph_step, "_MAX_ROWS", 2):
         decodes.step(1, 2, 3)
-        assert tape.num_replayed == 6
+        assert (tape.num_recorded, tape.num_replayed) == (0, 0)
         decodes.step(2, 3)
-    assert tape.num_replayed == 7
+    assert (tape.num_recorded, tape.num_replayed) == (1, 1)
 
 
 class Refusing:
@@ -227,12 +247,17 @@ def decode(folder: Path, backend: AttentionBackend, *, enforce_eager: bool) -> t
             block_size=16,
             num_gpu_blocks_override=24,
             max_model_len=128,
+            max_num_seqs=3,
             enforce_eager=enforce_eager,
         ) as llm,
     ):
+        llm.service.executor.prepare(3)  # as engines on CUDA devices
+        prepared = tape.num_recorded
         prompts = [[5, 6, 7], [8] * 40, list(range(30))]
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-        return [one.outputs[0].token_ids for one in llm.generate(prompts, params)], tape
+        outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        assert tape.num_recorded == prepared, "requests meet prepared steps only"
+        return outputs, tape
 
 
 def test_an_engine_decodes_by_replays_unless_it_is_eager(tiny: Path) -> None:

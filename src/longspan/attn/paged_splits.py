@@ -64,6 +64,11 @@ class NumberBuffer:
         self._numbers.copy_(staged, non_blocking=True)
 
 
+def max_splits(num_items: int, num_queries: int, block_size: int) -> int:
+    """Return the maximum number of splits of `num_items` items, for any division among the queries."""
+    return min(num_items // max(1, _SPLIT_TOKENS // block_size), (_MOST_SPLITS - 1) * num_queries) + num_queries
+
+
 def split(items: PagedItems, block_size: int) -> tuple[Numbers, ...]:
     """Split the items of each query. Return the arrays of `PagedSplits`."""
     num_items = np.diff(items.first)

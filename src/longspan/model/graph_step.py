@@ -1,26 +1,32 @@
 """Decode steps as CUDA graphs: the device replays recorded kernels, and no Python runs between them.
 
 The inputs of a step lie in tensors with fixed addresses, and are uploaded in one copy. A graph has a fixed number of
-tokens, blocks and splits of contexts, and smaller steps are padded. Padding rows attend to nothing and are stored
+tokens, and space for a mean context length. Smaller steps are padded. Padding rows attend to nothing and are stored
 nowhere. Padding splits end at once. So padding changes no bit of any other row.
+
+An engine records the graphs of all sizes when it starts, since a recording takes as long as some ten steps.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longspan.attn.backends import NOWHERE
-from longspan.attn.paged import PagedKv, PagedPlan
-from longspan.attn.paged_splits import NumberBuffer, PagedSplits
+from longspan.attn.paged import Numbers, PagedKv, PagedPlan
+from longspan.attn.paged_splits import NumberBuffer, PagedSplits, max_splits
 from longspan.attn.spec import AttnSpec
 from longspan.model.step import Attend, SingleTokens
 
@@ -30,12 +36,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("longspan")
 _MAX_ROWS = 256
 """The largest number of tokens of a graph. With more tokens, kernels take longer than their launches."""
-_ROWS_FACTOR, _SPLITS_FACTOR, _BLOCKS_FACTOR = 2, 4, 16
-"""Factors between the sizes of graphs: of tokens, and of the splits and blocks that they read.
+_MIN_CONTEXT, _CONTEXT_FACTOR = 256, 4
+"""Tokens per row for which the smallest graphs have space, and the factor to the next size.
 
-A padding split costs the memory of its partial result, and a padding block costs three numbers.
+Padding costs three numbers per block, and the memory of a partial result per split. A smaller factor needs more graphs.
 """
-_MAX_GRAPHS = 64
+_INPUT_PADDING = 0, 0, 0, NOWHERE, 0
+"""The padding of tokens, positions, RoPE lengths, and the blocks and offsets of the tokens' KV."""
+_NOTHING = np.empty(0, dtype=np.int64)
 _HOST_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 
@@ -59,21 +67,52 @@ class Recording:
         return all(map(self.backend.is_recordable, specs))
 
 
+@dataclass(frozen=True)
+class _Size:
+    """The space of a graph: for `rows` tokens, with contexts of `context` tokens on average."""
+
+    rows: int
+    context: int
+
+    def num_blocks(self, window: int | None, block_size: int) -> int:
+        """Return the space for blocks, of all rows. Contexts end, and windows begin, inside blocks."""
+        context = self.context if window is None else min(self.context, window)
+        return self.rows * (-(-context // block_size) + 1)
+
+
 class GraphStep:
     """Computes logits of single tokens by replays.
 
     Args:
         forward: computes float32 logits `[tokens, vocab]` from tokens, positions and RoPE lengths `[tokens]`, layer by
             layer.
-        specs: the attention of each layer, which the backend can record.
+        specs: the attention of each layer, which the backend can record. Layers with the same window read the same KV.
     """
 
     def __init__(self, forward: Forward, specs: Sequence[AttnSpec], recording: Recording, device: torch.device) -> None:
         self._forward, self._specs, self._recording, self._device = forward, specs, recording, device
+        self._first_layers = {spec.window: layer for layer, spec in reversed([*enumerate(specs)])}
         self._kv: Sequence[PagedKv] = ()
-        self._graphs: dict[object, _Graph] = {}  # least recently used first
+        self._graphs: dict[_Size, _Graph] = {}
         self._logits: dict[int, Tensor] = {}  # float32, by the number of tokens of a graph
         self._is_possible, self._reads_host = True, True  # `_record` may set them to False
+
+    @torch.no_grad()
+    def prepare(self, kv: Sequence[PagedKv], max_rows: int, max_context: int) -> None:
+        """Record the graphs of steps of up to `max_rows` tokens, with contexts of up to `max_context` tokens.
+
+        Sizes are left out if the pool is full before a step needs them. Only steps whose requests share blocks need
+        such sizes. They are recorded when they occur.
+        """
+        self._set_pool(kv)
+        begun_s, pool_tokens = time.monotonic(), len(kv[0].keys) * kv[0].block_size
+        for rows in reversed(_up_to(min(max_rows, _MAX_ROWS), 1, 2)):  # largest first: the memory fits all
+            for context in reversed(_up_to(min(max_context, pool_tokens // rows), _MIN_CONTEXT, _CONTEXT_FACTOR)):
+                no_inputs = [_NOTHING] * len(_INPUT_PADDING)
+                no_splits = [_NOTHING] * len(PagedSplits._fields)
+                if self._filled(_Size(rows, context), no_inputs, [no_splits] * len(self._first_layers)) is None:
+                    return
+        _log.info("%d CUDA graphs of decode steps recorded in %.1f s", len(self._graphs), time.monotonic() - begun_s)
 
     def __call__(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, step: SingleTokens) -> Tensor | None:
         """Compute float32 logits `[tokens, vocab]`, and store the tokens' KV. Arguments are `[tokens]` int64 on hosts.
@@ -83,46 +122,64 @@ class GraphStep:
         """
         if len(tokens) > _MAX_ROWS or not self._is_possible:
             return None
-        if step.kv is not self._kv:
-            self.release_pool()
-            self._kv = step.kv
-        rows = _size(len(tokens), 1, _ROWS_FACTOR)
-        arrays = [array.numpy() for array in (tokens, positions, rope_lengths, step.blocks, step.offsets)]
-        sizes, padding = [rows] * 5, [0, 0, 0, NOWHERE, 0]
-        numbers = {plan: number for number, plan in enumerate(dict.fromkeys(step.plans))}
-        for plan in numbers:
-            blocks, low, high, owner, first, last, of_query = plan.split_items()
-            arrays += blocks, low, high, owner, first, last, of_query
-            num_blocks = _size(len(blocks), rows, _BLOCKS_FACTOR)
-            num_splits = _size(len(owner), rows, _SPLITS_FACTOR)
-            sizes += *[num_blocks] * 3, *[num_splits] * 3, rows + 1
-            padding += *[0] * 6, of_query[-1]
-        key = tuple(sizes), tuple(numbers[plan] for plan in step.plans)
-        graph = self._graphs.pop(key, None) or _Graph(*key, self._device)
-        graph.inputs.fill(arrays, padding)
-        if graph.replay is None and not self._record(graph):
-            return None
-        self._graphs[key] = graph
-        if len(self._graphs) > _MAX_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
-        assert graph.replay is not None, "it was recorded"
-        return graph.replay()[: len(tokens)]
+        self._set_pool(step.kv)
+        inputs = [array.numpy() for array in (tokens, positions, rope_lengths, step.blocks, step.offsets)]
+        splits = [step.plans[layer].split_items() for layer in self._first_layers.values()]
+        replay = self._filled(self._size(len(tokens), [len(blocks) for blocks, *_ in splits]), inputs, splits)
+        return None if replay is None else replay()[: len(tokens)]
 
     def release_pool(self) -> None:
         """Release the KV pool of the latest step, and all graphs, which read it."""
         self._kv = ()
         self._graphs.clear()
 
+    def _set_pool(self, kv: Sequence[PagedKv]) -> None:
+        if kv is not self._kv:
+            self.release_pool()
+            self._kv = kv
+
+    def _size(self, num_rows: int, num_blocks: Sequence[int]) -> _Size:
+        """Return the smallest size with space for `num_rows` tokens, and for the blocks that they read per window."""
+        size = _Size(next(rows for rows in _products(1, 2) if rows >= num_rows), _MIN_CONTEXT)
+        for window, number in zip(self._first_layers, num_blocks, strict=True):
+            while size.num_blocks(window, self._kv[0].block_size) < number:
+                assert window is None or size.context < window, "a query reads no block before its window"
+                size = _Size(size.rows, size.context * _CONTEXT_FACTOR)
+        return size
+
+    def _filled(self, size: _Size, inputs: Sequence[Numbers], splits: Sequence[Sequence[Numbers]]) -> Replay | None:
+        """Fill the inputs of the graph of a size. Record it if it is new. Return None if that is not possible."""
+        graph = self._graphs.get(size) or self._new_graph(size)
+        arrays, padding = [*inputs], [*_INPUT_PADDING]
+        for arrays_of_window in splits:
+            *_, of_query = arrays_of_window
+            arrays += arrays_of_window
+            padding += *[0] * (len(arrays_of_window) - 1), of_query[-1] if len(of_query) else 0
+        graph.inputs.fill(arrays, padding)
+        if graph.replay is None and not self._record(graph):
+            return None
+        self._graphs[size] = graph
+        return graph.replay
+
+    def _new_graph(self, size: _Size) -> _Graph:
+        block_size, sizes = self._kv[0].block_size, [size.rows] * len(_INPUT_PADDING)
+        for window in self._first_layers:
+            num_blocks = size.num_blocks(window, block_size)
+            sizes += *[num_blocks] * 3, *[max_splits(num_blocks, size.rows, block_size)] * 3, size.rows + 1
+        return _Graph(inputs=NumberBuffer(sizes, self._device))
+
     def _record(self, graph: _Graph) -> bool:
         """Compute a step to warm up, then record it. Return False, and log the reason, if that is not possible."""
         backend, kv, specs = self._recording.backend, self._kv, self._specs
         tokens, positions, rope_lengths, blocks, offsets, *splits = graph.inputs.arrays
         size = len(PagedSplits._fields)
-        plans = [_StaticPlan(PagedSplits(*splits[start : start + size])) for start in range(0, len(splits), size)]
+        starts = range(0, len(splits), size)
+        plans = [_StaticPlan(PagedSplits(*splits[start : start + size])) for start in starts]
+        by_window = dict(zip(self._first_layers, plans, strict=True))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             backend.store(kv[layer], blocks, offsets, k, v)
-            return backend.attend_paged(q, kv[layer], plans[graph.of_layers[layer]], specs[layer])[0]
+            return backend.attend_paged(q, kv[layer], by_window[specs[layer].window], specs[layer])[0]
 
         def compute() -> Tensor:
             return self._forward(tokens, positions, rope_lengths, attend)
@@ -183,12 +240,12 @@ class CudaRecorder:
         return replay
 
 
+@dataclass
 class _Graph:
-    """The inputs of a graph, the index of each layer's plan, and the replay after recording."""
+    """The inputs of a graph, and the replay after recording."""
 
-    def __init__(self, sizes: Sequence[int], of_layers: Sequence[int], device: torch.device) -> None:
-        self.inputs, self.of_layers = NumberBuffer(sizes, device), of_layers
-        self.replay: Replay | None = None
+    inputs: NumberBuffer
+    replay: Replay | None = None
 
 
 class _StaticPlan(PagedPlan):
@@ -223,9 +280,11 @@ def _devices(values: object) -> set[str]:
     return {leaf.device.type for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
 
 
-def _size(number: int, smallest: int, factor: int) -> int:
-    """Round up to `smallest` times a power of `factor`."""
-    size = smallest
-    while size < number:
-        size *= factor
-    return size
+def _products(first: int, factor: int) -> Iterator[int]:
+    return itertools.accumulate(itertools.repeat(factor), mul, initial=first)
+
+
+def _up_to(number: int, first: int, factor: int) -> list[int]:
+    """Return `first` times the powers of `factor`, up to the first product that is not below `number`."""
+    below = [*itertools.takewhile(lambda product: product < number, _products(first, factor))]
+    return [*below, first * factor ** len(below)]

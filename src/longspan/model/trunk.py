@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.attn.paged import on_device
+from longspan.attn.paged import PagedKv, on_device
 from longspan.model.skeleton import trunk_path
 from longspan.model.step import Attend, CurrentStep, Reduce, Rows, SingleTokens, StepState
 
@@ -85,6 +85,9 @@ class LayerTrunk:
         keep = torch.arange(len(tokens), device=tokens.device)
         return self.run(Rows(tokens=tokens, positions=positions, keep=keep, rope_lengths=rope_lengths), attend).result
 
+    def prepare(self, kv: Sequence[PagedKv], max_rows: int, max_context: int) -> None:
+        """Do nothing: only recorded steps are prepared."""
+
     def release_pool(self) -> None:
         """Do nothing: this trunk reads KV through `attend` only."""
 
@@ -119,6 +122,10 @@ class SingleTokenTrunk:
             if logits is not None:
                 return Output(result=logits.float())
         return self._layers.run(rows, attend, hidden=hidden, reduce=reduce)
+
+    def prepare(self, kv: Sequence[PagedKv], max_rows: int, max_context: int) -> None:
+        """Prepare steps of up to `max_rows` single tokens, with contexts of up to `max_context` tokens in `kv`."""
+        self.step.prepare(kv, max_rows, max_context)
 
     def release_pool(self) -> None:
         """Release the KV pool that the latest step read in place."""

@@ -102,6 +102,9 @@ class WholeStep:
         self._chain.run()
         return self._logits[:num_tokens]
 
+    def prepare(self, _kv: Sequence[PagedKv], _max_rows: int, _max_context: int) -> None:
+        """Do nothing: kernels are called with the addresses of each step."""
+
     def release_pool(self) -> None:
         """Release the KV pool of the latest step."""
         self._kv = ()

@@ -73,15 +73,21 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     """Report the memory of the device, after all computation so far."""
 
 
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Prepare decode steps of up to `max_num_seqs` requests, and answer Ready."""
+
+    max_num_seqs: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Finish and exit."""
 
 
-Command = RunForward | RunMoves | RunFree | RunReshard | Measure | Stop
+Command = RunForward | RunMoves | RunFree | RunReshard | Measure | Prepare | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The worker has loaded its model and connected to the other ranks."""
+    """The worker has loaded its model and connected to the other ranks, or has prepared decode steps."""
 
     rank: int
 

@@ -87,6 +87,10 @@ class Rank:
                     if worker is not None:
                         worker.settle(sends=False)
                     return worker is None or worker.is_idle
+                case messages.Prepare(max_num_seqs):
+                    if worker is not None:
+                        worker.prepare_decodes(max_num_seqs)
+                    send_report(reports, messages.Ready(rank=self._rank))
                 case messages.Measure() | messages.RunReshard() as command:
                     if worker is not None:
                         worker.settle(sends=True)

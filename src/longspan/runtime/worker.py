@@ -180,6 +180,10 @@ class Worker:
             self._layerwise.close()
         self._model.trunk.release_pool()
 
+    def prepare_decodes(self, max_num_seqs: int) -> None:
+        """Prepare decode steps of up to `max_num_seqs` requests."""
+        self._model.trunk.prepare(self._pool.kv, max_num_seqs, self._model.info.context_length)
+
     def run(self, forward: Forward) -> messages.Done:
         """Compute this rank's share of a step, and sample."""
         packed = pack(
