@@ -83,7 +83,9 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Finish and exit."""
 
 
-Command = RunForward | RunMoves | RunFree | RunReshard | Measure | Prepare | Stop
+WorkerCommand = RunForward | RunMoves | RunFree | Prepare
+"""Spare ranks get none of these commands."""
+Command = WorkerCommand | RunReshard | Measure | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

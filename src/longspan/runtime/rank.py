@@ -87,10 +87,6 @@ class Rank:
                     if worker is not None:
                         worker.settle(sends=False)
                     return worker is None or worker.is_idle
-                case messages.Prepare(max_num_seqs):
-                    if worker is not None:
-                        worker.prepare_decodes(max_num_seqs)
-                    send_report(reports, messages.Ready(rank=self._rank))
                 case messages.Measure() | messages.RunReshard() as command:
                     if worker is not None:
                         worker.settle(sends=True)
@@ -99,7 +95,7 @@ class Rank:
                         send_report(reports, self._measure())
                     else:
                         send_report(reports, self._regroup(command))
-                case messages.RunForward() | messages.RunMoves() | messages.RunFree() as command if worker is not None:
+                case command if command is not None and worker is not None:
                     for report in worker.execute(command):
                         send_report(reports, report)
 

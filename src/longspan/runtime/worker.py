@@ -129,8 +129,8 @@ class Worker:
         """A file descriptor that becomes readable when KV moves may have reports. None without moves."""
         return None if self._moves is None else self._moves.wakeup
 
-    def execute(self, command: messages.RunForward | messages.RunMoves | messages.RunFree) -> Iterator[messages.Report]:
-        """Execute a step, and yield its reports."""
+    def execute(self, command: messages.WorkerCommand) -> Iterator[messages.Report]:
+        """Execute a command, and yield its reports."""
         match command:
             case messages.RunForward(step):
                 yield self.run(step)
@@ -139,6 +139,9 @@ class Worker:
                 yield from self._moves.send(moves)
             case messages.RunFree(step):
                 self._requests.forget(step.request_ids)
+            case messages.Prepare(max_num_seqs):
+                self._model.trunk.prepare(self._pool.kv, max_num_seqs, self._model.info.context_length)
+                yield messages.Ready(rank=self._rank)
 
     def arrived(self) -> Sequence[messages.Report]:
         """Return the reports of moves that have completed."""
@@ -179,10 +182,6 @@ class Worker:
         if self._layerwise is not None:
             self._layerwise.close()
         self._model.trunk.release_pool()
-
-    def prepare_decodes(self, max_num_seqs: int) -> None:
-        """Prepare decode steps of up to `max_num_seqs` requests."""
-        self._model.trunk.prepare(self._pool.kv, max_num_seqs, self._model.info.context_length)
 
     def run(self, forward: Forward) -> messages.Done:
         """Compute this rank's share of a step, and sample."""
