@@ -49,6 +49,8 @@ VALUES: dict[str, str | list[str]] = {
     "metrics_prefix": "vllm:",
     "enable_auto_tool_choice": "false",
     "tool_call_parser": "mistral",
+    "reasoning_parser": "qwen3",
+    "chat_template": __file__,  # any text
     "otlp_traces_endpoint": "http://localhost:4317",
     "seed": "5",
     "parallel": "2",
@@ -359,6 +361,8 @@ WRONG = [
     ("root_path", "api", "'api'"),
     ("metrics_prefix", "a-b", "'a-b'"),
     ("tool_call_parser", "qwen", "qwen"),
+    ("reasoning_parser", "qwen", "qwen"),
+    ("chat_template", "no/such/file", "no/such/file"),
     ("max_n", "0", "0"),
     ("max_body_bytes", "1.5", "1.5"),
     ("otlp_traces_endpoint", "localhost", "'localhost'"),

@@ -24,6 +24,8 @@ CITIES = {
 }
 EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS: Any = [tool("weather", CITIES), tool("time")]
+STRICT: Any = tool("f", {"properties": {"a": {"type": "strin"}}})
+STRICT["function"]["strict"] = True
 SCHEMAS = {"weather": CITIES, "time": EMPTY}
 MESSAGES: Any = [{"role": "user", "content": "How is it in Rome?"}]
 TALK: Any = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 300}
@@ -149,7 +151,7 @@ def test_arguments_are_parsed_by_the_client(client: OpenAI) -> None:
     ("fields", "param"),
     [
         ({"tool_choice": {"type": "function", "function": {"name": "date"}}}, "tool_choice"),
-        ({"tools": [*TOOLS, tool("f", {"properties": {"a": {"type": "strin"}}})]}, "tools[2].function.parameters"),
+        ({"tools": [*TOOLS, STRICT]}, "tools[2].function.parameters"),
         ({"tools": [*TOOLS, *TOOLS]}, "tools[0].function.name"),
     ],
 )

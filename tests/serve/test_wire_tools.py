@@ -16,14 +16,16 @@ from tool_models import tool, tool_tokenizer
 from wire_world import NAMES, deltas_of, read, stream, whole
 
 from longspan.serve.chat_requests import ChatCompletionRequest, TokenizeRequest
-from longspan.serve.convert import ServedModel, call_reader, chat_request, grammar_kind, grammar_of, tokenized
+from longspan.serve.convert import ServedModel, chat_request, grammar_kind, grammar_of, output_reader, tokenized
 from longspan.serve.errors import WireError
 from longspan.serve.requests import CompletionRequest
 from longspan.serve.responses import ChatAssembler
 from longspan.serve.schemas import ChatCompletionResponse
 from longspan.serve.settings import ServerSettings
+from longspan.text import reasoning
+from longspan.text.call_formats import NAMES as FORMATS
+from longspan.text.call_formats import variants
 from longspan.text.input_processor import InputProcessor
-from longspan.text.tools import FORMATS
 
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "How is it in Rome?"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -33,6 +35,16 @@ TWO = (
     '\n<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 )
 NAMED = {"type": "function", "function": {"name": "time"}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def strict_tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    made = tool("f", parameters)
+    return {**made, "function": {**made["function"], "strict": True}}
 
 
 @cache
@@ -71,7 +83,9 @@ def answers(
 
     def made() -> tuple[ChatAssembler, list[list[Any]]]:
         deltas = deltas_of(engine_request, token_ids, (1, 2), finish_reason=finish_reason, by=tokenizer)
-        return ChatAssembler(asked, [engine_request], tokenizer, NAMES, call_reader(asked, model)), [list(deltas)]
+        return ChatAssembler(
+            asked, [engine_request], tokenizer, NAMES, output_reader(asked, model, engine_request.text or "")
+        ), [list(deltas)]
 
     body, chunks = json.loads(msgspec.json.encode(whole(*made()))), json.loads(msgspec.json.encode(stream(*made())))
     ChatCompletion.model_validate(body, strict=True)
@@ -231,11 +245,15 @@ def test_the_grammar_allows_exactly_the_callable_tools() -> None:
         ({"tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.type", "'function'"),
         ({"structured_outputs": {"json_object": True}}, "structured_outputs", "tools"),
-        ({"tools": [tool("f", {"type": "array"})]}, "tools[0].function.parameters", "'array'"),
         (
-            {"tools": [*TOOLS, tool("f", {"properties": {"a": {"type": "strin"}}})]},
+            {"tools": [*TOOLS, strict_tool({"properties": {"a": {"propertyNames": {"maxLength": 3}}}})]},
             "tools[2].function.parameters",
-            "this schema cannot be used: Invalid type: strin",
+            "propertyNames",
+        ),
+        (
+            {"tool_choice": allowed("auto", "time", "date")},
+            "tool_choice",
+            "no tool named 'date'",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
         ({"tools": [tool("")]}, "tools[0].function.name", "must not be empty"),
@@ -262,20 +280,35 @@ def test_a_template_that_knows_no_tools_says_so(choice: Any) -> None:
     assert chat_request(request(tool_choice="none"), served(None)).grammar == ""
 
 
-def test_a_model_chooses_by_itself_only_where_its_calls_are_known_and_it_may() -> None:
-    unknown = "{{ tools }}{{ messages[0].content }}"
-    for model, words in (
-        (served(unknown), "--tool-call-parser hermes, llama3_json, mistral"),
-        (served(enable_auto_tool_choice=False), "--enable-auto-tool-choice"),
-    ):
-        with pytest.raises(WireError, match=words) as caught:
-            chat_request(request(), model)
-        assert caught.value.param == "tool_choice"
-        assert chat_request(request(tool_choice="required"), model).grammar
-    assert served(unknown, tool_call_parser="mistral").tool_format is FORMATS["mistral"]
-    assert served("mistral").tool_format is FORMATS["mistral"]
+def test_allowed_tools_are_in_the_prompt_with_all_tools_and_alone_in_the_grammar() -> None:
+    choice = allowed("required", "time")
+    assert prompt(tool_choice=choice) == prompt()
+    assert grammar_of(request(tool_choice=choice), served()) == grammar_of(
+        request(tools=[TOOLS[1]], tool_choice="required"), served()
+    )
+    some = grammar_of(request(tool_choice=allowed("auto", "time")), served())
+    assert some == grammar_of(request(tools=[TOOLS[1]]), served())
+
+
+def test_calls_in_an_unknown_format_are_text_unless_a_call_is_required() -> None:
+    unknown = served("{{ tools }}{{ messages[0].content }}")
+    assert chat_request(request(), unknown).grammar == ""
+    json_only: dict[str, Any] = {"response_format": {"type": "json_object"}}
+    assert grammar_of(request(**json_only), unknown) == grammar_of(request(tools=[], **json_only), unknown) != ""
+    assert output_reader(request(), unknown, "") is None
+    assert chat_request(request(tool_choice="required"), unknown).grammar
+    assert served("{{ tools }}", tool_call_parser="mistral").call_format is variants("mistral")[0]
+    assert served("mistral").call_format is variants("mistral")[0]
+
+
+def test_a_server_may_disable_the_models_choice() -> None:
+    with pytest.raises(WireError, match="--enable-auto-tool-choice") as caught:
+        chat_request(request(), served(enable_auto_tool_choice=False))
+    assert caught.value.param == "tool_choice"
+    assert chat_request(request(tool_choice="required"), served(enable_auto_tool_choice=False)).grammar
 
 
 def test_flags_name_the_forms_that_there_are() -> None:
-    kinds = get_args(get_type_hints(ServerSettings)["tool_call_parser"])
-    assert kinds == ("auto", *FORMATS)
+    hints = get_type_hints(ServerSettings)
+    assert get_args(hints["tool_call_parser"]) == ("auto", *FORMATS)
+    assert get_args(hints["reasoning_parser"]) == ("auto", *reasoning.FORMATS)

@@ -270,13 +270,13 @@ def chained(length: int) -> dict[str, Any]:
         {"json": "[" * 60_000},
         {"json": {"type": "strin"}},
         {"json": {"not": {"type": "string"}}},
-        {"json": {"type": "string", "format": "banana"}},
+        {"json": {"if": {"type": "string"}, "then": {"minLength": 3}}},
         {"json": {"$ref": "http://example.com/x"}},
         {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
         {"json": {"$ref": "#"}},
         {"regex": r"a[^\s\S]"},
         {"json": nested(200)},
-        {"json": {"description": "x" * MAX_CHARS}},
+        {"json": {"enum": ["x" * MAX_CHARS]}},
         {"regex": "(a"},
         {"regex": "(?=a)b"},
         {"regex": "(" * 3000 + "a" + ")" * 3000},
@@ -318,6 +318,14 @@ def test_a_large_valid_schema_is_allowed() -> None:
     many_choices = guide(choice=[f"choice {i}" for i in range(4000)])
     many_choices.add(ids("choice 39"))
     assert many_choices.allowed() is not None
+
+
+def test_annotations_neither_count_nor_constrain() -> None:
+    plain = grammar(json={"type": "object", "properties": {"a": {"type": "string"}}})
+    noted = {"type": "string", "format": "banana", "description": "x" * MAX_CHARS, "default": "b", "examples": ["c"]}
+    assert grammar(json={"title": "T", "$comment": "c", "type": "object", "properties": {"a": noted}}) == plain
+    named = {"type": "object", "properties": {"title": {"type": "string"}, "format": {}}, "required": ["title"]}
+    assert json.loads(grammar(json=named))["grammars"][0]["json_schema"].items() >= named.items()
 
 
 def test_json_may_not_go_on_with_blanks_for_ever() -> None:

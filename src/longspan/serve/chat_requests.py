@@ -22,7 +22,7 @@ from longspan.serve.requests import (
     exactly_one,
     has_value,
 )
-from longspan.text.tools import NO_PARAMETERS, Function
+from longspan.text.call_formats.base import NO_PARAMETERS, Function
 
 
 class TextPart(WireModel):
@@ -90,19 +90,14 @@ Messages = TypeAliasType("Messages", Annotated[list[Message], Field(min_length=1
 
 
 class FunctionDefinition(WireModel):
-    """A function that the model may call. Its arguments always follow the schema, `strict` or not."""
+    """A function that the model may call. Its arguments follow the part of the schema that a grammar can express."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
-    parameters: Annotated[Schema | None, Field(json_schema_extra={"properties": {"type": {"const": "object"}}})] = None
+    parameters: Schema | None = None
     """The JSON schema of the arguments, which are an object. Without a schema, there are no arguments."""
     strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _takes_an_object(self) -> FunctionDefinition:
-        if (kind := (self.parameters or {}).get("type", "object")) != "object":
-            raise WireError(f"must describe an object, but the schema has the type {kind!r:.60}", "parameters")
-        return self
+    """Refuse a schema with a keyword that no grammar can express. By default, such keywords are left out."""
 
 
 class Tool(WireModel):
@@ -134,9 +129,31 @@ class NamedTool(WireModel):
     function: NamedFunction
 
 
+class AllowedTools(WireModel):
+    """The tools that the model may call. The prompt describes all tools of the request."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1), FailFast()]
+
+
+class AllowedToolChoice(WireModel):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _kind_of_choice(value: object) -> str:
+    if isinstance(value, AllowedToolChoice) or (isinstance(value, dict) and value.get("type") == "allowed_tools"):
+        return "allowed"
+    return "named" if isinstance(value, dict | NamedTool) else "word"
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("named")],
-    Discriminator(lambda value: "named" if isinstance(value, dict | NamedTool) else "word"),
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("named")]
+    | Annotated[AllowedToolChoice, Tag("allowed")],
+    Discriminator(_kind_of_choice),
 ]
 
 
@@ -170,9 +187,19 @@ class TemplateFields(WireModel):
     """Leave the last message open, so that the model continues it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """A variable of the chat template. `none` also sets `enable_thinking` and `thinking` to false."""
 
     tools: Tools | None = None
     """Functions that the model may call. The chat template must support tools."""
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the chat template that the request sets."""
+        effort: dict[str, Any] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            effort |= {"enable_thinking": False, "thinking": False}
+        return effort | (self.chat_template_kwargs or {})
 
     @model_validator(mode="after")
     def _fit_template(self) -> TemplateFields:
@@ -212,17 +239,41 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     """`auto`, the default: the model answers or calls. `required`: it calls. Or the function that it must call."""
     parallel_tool_calls: bool | None = None
     """If false, an answer has at most one call."""
+    service_tier: str | None = None
+    """Ignored: all requests have the tier `default`."""
+
+    @property
+    def must_call(self) -> bool:
+        """Whether an answer has at least one call, and no content."""
+        match self.tool_choice:
+            case AllowedToolChoice() as choice:
+                return choice.allowed_tools.mode == "required"
+            case choice:
+                return choice not in (None, "none", "auto")
+
+    @property
+    def chosen_names(self) -> list[str] | None:
+        """The names of the tools that `tool_choice` allows, or None for all tools."""
+        match self.tool_choice:
+            case NamedTool() as choice:
+                return [choice.function.name]
+            case AllowedToolChoice() as choice:
+                return [tool.function.name for tool in choice.allowed_tools.tools]
+        return None
 
     @property
     def callable_functions(self) -> list[Function]:
         """The functions that the model may call."""
-        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        names = self.chosen_names
         return [
             Function(
-                tool.function.name, tool.function.parameters or NO_PARAMETERS, f"tools[{index}].function.parameters"
+                tool.function.name,
+                tool.function.parameters or NO_PARAMETERS,
+                f"tools[{index}].function.parameters",
+                tool.function.strict is True,
             )
             for index, tool in enumerate(self.tools or ())
-            if self.tool_choice != "none" and name in (None, tool.function.name)
+            if self.tool_choice != "none" and (names is None or tool.function.name in names)
         ]
 
     @model_validator(mode="after")
@@ -230,8 +281,9 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
         choice = self.tool_choice
         if choice not in (None, "none", "auto") and not self.tools:
             raise WireError("there are no tools to choose from: give some (tools)", "tool_choice")
-        if isinstance(choice, NamedTool) and not self.callable_functions:
-            raise WireError(f"there is no tool named {choice.function.name[:100]!r} among tools", "tool_choice")
+        given = {tool.function.name for tool in self.tools or ()}
+        if unknown := [name for name in self.chosen_names or () if name not in given]:
+            raise WireError(f"there is no tool named {unknown[0][:100]!r} among tools", "tool_choice")
         if self.callable_functions and self.structured_outputs:
             raise WireError("it cannot be combined with tools: keep one of them", "structured_outputs")
         if self.top_logprobs and not self.logprobs:

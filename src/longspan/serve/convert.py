@@ -10,9 +10,9 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
@@ -37,8 +37,14 @@ from longspan.serve.requests import (
     Schema,
 )
 from longspan.serve.settings import RequestLimits, ServerSettings
+from longspan.text.call_formats import variants
+from longspan.text.call_formats.base import CallFormat, OutputReader
+from longspan.text.call_grammar import calls_grammar, detect_format
+from longspan.text.call_reader import CallReader
 from longspan.text.input_processor import TEMPLATE_ERRORS, EngineRequest, InputProcessor
-from longspan.text.tools import FORMATS, CallReader, ToolFormat, calls_grammar, detect_format
+from longspan.text.json_schema import without_annotations
+from longspan.text.output_reader import SectionReader
+from longspan.text.reasoning import ReasoningFormat, ReasoningReader, after_reasoning, reasoning_format
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 _log = logging.getLogger("longspan")
@@ -61,10 +67,15 @@ class ServedModel:
     settings: ServerSettings
 
     @cached_property
-    def tool_format(self) -> ToolFormat | None:
+    def call_format(self) -> CallFormat | None:
         """The format of the model's calls, if it is known."""
-        given = self.settings.tool_call_parser
-        return detect_format(self.input_processor) if given == "auto" else FORMATS[given]
+        return detect_format(self.input_processor, self.settings.tool_call_parser)
+
+    @cached_property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """The format of the model's reasoning sections, if it has some."""
+        tokenizer = self.input_processor.tokenizer
+        return reasoning_format(self.settings.reasoning_parser, None if tokenizer is None else tokenizer.chat_template)
 
     def check_name(self, name: str | None) -> None:
         """Raise a WireError 404 when a request names another model."""
@@ -187,17 +198,32 @@ def chat_request(request: ChatCompletionRequest, served: ServedModel, grammar: s
     )
     grammar = grammar_of(request, served) if grammar is None else grammar
     text, ids = _rendered(request, served.input_processor, served.input_processor.check_chars)
+    reasoning = served.reasoning_format
+    if grammar and reasoning is not None and (start := _reasoning_start(request, reasoning, text)) != "closed":
+        special = served.input_processor.special_tokens
+        grammar = after_reasoning(grammar, reasoning, is_inside=start == "inside", special=special)
     with as_wire_errors("messages"):
         salt = request.cache_salt or ""
         engine_request = served.input_processor.checked(text, ids, params, grammar, cache_salt=salt)
-    if (form := tool_format(request, served)) is not None:
+    forms = [form for form in (reasoning, call_format(request, served)) if form is not None]
+    if forms:
         special = served.input_processor.special_tokens
-        shown = tuple(special[marker] for marker in form.markers if marker in special)
+        markers = dict.fromkeys(marker for form in forms for marker in form.markers)
+        shown = tuple(special[marker] for marker in markers if marker in special)
         engine_request = replace(engine_request, shown_token_ids=shown)
     if max_tokens is not None:
         with as_wire_errors(name):
             check_room(name, max_tokens, len(ids), served.input_processor.max_model_len)
     return engine_request
+
+
+def _reasoning_start(
+    request: ChatCompletionRequest, form: ReasoningFormat, prompt: str
+) -> Literal["inside", "maybe", "closed"]:
+    """Return where the output begins, by the end of the prompt, or by the message that the output continues."""
+    last = request.messages[-1].content or ""
+    content = last if isinstance(last, str) else "".join(part.text for part in last)
+    return form.start(prompt, content if request.continue_final_message else None)
 
 
 def tokenized(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
@@ -246,43 +272,65 @@ def grammar_kind(request: GenerationRequest) -> str:
 
 def grammar_of(request: GenerationRequest, served: ServedModel) -> str:
     """Return the grammar of the request's outputs, or an empty text for free text."""
-    if isinstance(request, ChatCompletionRequest) and (called := tool_format(request, served)) is not None:
-        return _tool_grammar(request, called, served.input_processor)
+    if isinstance(request, ChatCompletionRequest) and (called := call_format(request, served)) is not None:
+        return _tool_grammar(request, called, served)
     with as_wire_errors(None, {} if request.structured_outputs else {"structured_outputs": "response_format"}):
         form = structured_outputs(request)
         return "" if form is None else served.input_processor.grammar(form)
 
 
-def tool_format(request: ChatCompletionRequest, served: ServedModel) -> ToolFormat | None:
+def call_format(request: ChatCompletionRequest, served: ServedModel) -> CallFormat | None:
     """Return the format of the calls that an answer may have, or None without calls."""
     if not request.callable_functions:
         return None
     with as_wire_errors("tools"):
         served.input_processor.check_knows_tools()
-    remedy = "set tool_choice to required, or to a function"
-    if request.tool_choice in (None, "auto") and not served.settings.enable_auto_tool_choice:
-        raise WireError(f"auto is disabled on this server (--enable-auto-tool-choice): {remedy}", "tool_choice")
-    if request.tool_choice in (None, "auto") and served.tool_format is None:
-        parsers = ", ".join(FORMATS)
-        problem = f"the format of this model's calls is not known (--tool-call-parser {parsers})"
-        raise WireError(f"{problem}: {remedy}", "tool_choice")
-    return served.tool_format or FORMATS["llama3_json"]
-
-
-def call_reader(request: ChatCompletionRequest, served: ServedModel) -> Callable[[], CallReader] | None:
-    """Return a constructor of the call readers of outputs, or None if outputs have no calls."""
-    if (form := tool_format(request, served)) is None:
+    if not request.must_call and not served.settings.enable_auto_tool_choice:
+        problem = "auto is disabled on this server (--enable-auto-tool-choice)"
+        raise WireError(f"{problem}: set tool_choice to required, or to a function", "tool_choice")
+    if not request.must_call and served.call_format is None:
+        _log_unknown_format()
         return None
-    is_text = request.response_format is None or request.response_format.type == "text"
-    return partial(
-        CallReader,
-        form,
-        at_start=not is_text or request.tool_choice not in (None, "auto"),
-        marker_is_token=form.begin in served.input_processor.special_tokens,
+    return served.call_format or variants("llama3_json")[0]
+
+
+@lru_cache(maxsize=1)
+def _log_unknown_format() -> None:
+    """Log once that answers have calls as text."""
+    _log.warning(
+        "the chat template writes calls in an unknown format: answers have them as text unless tool_choice is "
+        "required; name the format by --tool-call-parser"
     )
 
 
-def _tool_grammar(request: ChatCompletionRequest, form: ToolFormat, input_processor: InputProcessor) -> str:
+def output_reader(
+    request: ChatCompletionRequest, served: ServedModel, prompt: str
+) -> Callable[[], OutputReader] | None:
+    """Return a constructor of the readers of a prompt's outputs, or None if outputs are content alone."""
+    form, reasoning = call_format(request, served), served.reasoning_format
+    for structured in (form, reasoning):
+        if structured is not None and (whole := structured.output_reader()) is not None:
+            return type(whole)
+    if form is None and reasoning is None:
+        return None
+    is_text = request.response_format is None or request.response_format.type == "text"
+    start = None if reasoning is None else _reasoning_start(request, reasoning, prompt)
+
+    def reader() -> OutputReader:
+        calls = None
+        if form is not None:
+            calls = CallReader(
+                form,
+                {function.name: function.parameters for function in request.callable_functions},
+                at_start=not is_text or request.must_call,
+                marker_is_token=form.begin in served.input_processor.special_tokens,
+            )
+        return SectionReader(None if reasoning is None or start is None else ReasoningReader(reasoning, start), calls)
+
+    return reader
+
+
+def _tool_grammar(request: ChatCompletionRequest, form: CallFormat, served: ServedModel) -> str:
     schema = _schema_of(request.response_format)
     if isinstance(request.response_format, JsonObjectFormat):
         schema = schema or {"type": "object"}
@@ -290,10 +338,11 @@ def _tool_grammar(request: ChatCompletionRequest, form: ToolFormat, input_proces
         return calls_grammar(
             form,
             request.callable_functions,
-            input_processor,
-            required=request.tool_choice not in (None, "auto"),
+            served.input_processor,
+            required=request.must_call,
             parallel=request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedTool),
-            content=schema,
+            content=None if schema is None else without_annotations(schema),
+            excluded=served.reasoning_format.begin if served.reasoning_format else "",
         )
 
 
@@ -337,7 +386,7 @@ def _rendered(
 ) -> tuple[str, list[int]]:
     """Render a conversation as text and token ids. `check_chars` bounds the contents first, then the text."""
     assert request.messages is not None, "the caller has checked"
-    variables = request.chat_template_kwargs or {}
+    variables = request.template_variables
     if variables and (reserved := sorted(variables.keys() & _not_variables())):
         raise WireError(
             f"{shortened(reserved[0])} is not a variable of templates: leave it out", "chat_template_kwargs"
@@ -371,6 +420,9 @@ def _for_template(messages: Sequence[GivenMessage | AssistantMessage]) -> list[d
     for message, shown in zip(messages, plain, strict=True):
         if isinstance(message, AssistantMessage):
             shown.setdefault("content", "")
+            reasoning = shown.get("reasoning_content", shown.get("reasoning"))
+            if isinstance(reasoning, str):  # templates read either name
+                shown["reasoning_content"] = shown["reasoning"] = reasoning
             for call in shown.get("tool_calls", ()):
                 names[call["id"]] = call["function"]["name"]
                 call["function"]["arguments"] = _arguments(call["function"]["arguments"])

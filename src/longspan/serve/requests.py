@@ -86,7 +86,7 @@ UNSERVED: Mapping[str, tuple[Sequence[object], str]] = {
     "lora_path": ((), "start a server for each model"),
     "modalities": ((["text"],), _TEXT_ONLY),
     "prompt_embeds": ((), "prompts are text or token ids"),
-    "reasoning_effort": (("none",), "chat_template_kwargs sets the variables of a template"),
+    "reasoning_effort": (("none",), "only chats have a template: use /v1/chat/completions"),
     "return_hidden_states": ((False,), "only text and logprobs are served"),
     "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "skip_special_tokens": ((True,), "use return_token_ids"),

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
+from longspan import __version__
 from longspan.outputs import Logprob, LogprobsOfToken
 from longspan.serve.chat_requests import ChatCompletionRequest, TextRequest
-from longspan.serve.convert import ServedModel, call_reader, chat_request, completion_requests, read_request
+from longspan.serve.convert import ServedModel, chat_request, completion_requests, output_reader, read_request
 from longspan.serve.errors import RequestFailedError, ServeError, WireError, as_wire_errors, error_body
 from longspan.serve.messages import Delta, delta_of, failed
 from longspan.serve.requests import CompletionRequest
+from longspan.text.call_formats.base import CallDelta, OutputReader, Pieces
 from longspan.text.input_processor import EngineRequest
 from longspan.text.output_processor import Choice
 from longspan.text.tokenizer import Detokenizer, echo_of, token_bytes, token_text
-from longspan.text.tools import CallDelta, CallReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +39,7 @@ _BODIES: dict[str, type[TextRequest]] = {
 }
 _NO_PROMPT_FIELDS: Body = {"prompt_logprobs": None, "prompt_token_ids": None}
 """Fields of every whole answer, because some clients read them unconditionally."""
+_FINGERPRINT = f"longspan-{__version__}"
 _MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
 
@@ -49,11 +51,13 @@ def prepared(
 
     For `grammar` and errors see `completion_requests`.
     """
-    head, tokenizer = {"created": int(time.time()), "model": model}, served.input_processor.tokenizer
+    head: Body = {"created": int(time.time()), "model": model, "system_fingerprint": _FINGERPRINT}
+    tokenizer = served.input_processor.tokenizer
     if isinstance(request, ChatCompletionRequest):
-        engine_requests = [chat_request(request, served, grammar)]
-        reader, head = call_reader(request, served), {"id": f"chatcmpl-{request_id}", **head}
-        return ChatAssembler(request, engine_requests, tokenizer, head, reader)
+        engine_request = chat_request(request, served, grammar)
+        reader = output_reader(request, served, engine_request.text or "")
+        head = {"id": f"chatcmpl-{request_id}", **head, "service_tier": "default"}
+        return ChatAssembler(request, [engine_request], tokenizer, head, reader)
     engine_requests = completion_requests(request, served, grammar)
     return CompletionAssembler(request, engine_requests, tokenizer, {"id": f"cmpl-{request_id}", **head})
 
@@ -125,7 +129,7 @@ class AnswerChoice:
         begun: True once a stream has sent a chunk of it.
         text_end: position of the next token in its text, in characters, if offsets are requested.
         detokenizer: determines `text_end`.
-        reader: parses the calls in its text, if it may have calls.
+        reader: separates its reasoning and its calls from its content, if it may have some.
     """
 
     engine_request: EngineRequest
@@ -136,14 +140,14 @@ class AnswerChoice:
     begun: bool = False
     text_end: int = 0
     detokenizer: Detokenizer | None = None
-    reader: CallReader | None = None
+    reader: OutputReader | None = None
 
 
 class Assembler(ABC):
     """Makes one answer: by `add` and `whole`, or, for a stream, by `chunks` and `last_chunks`.
 
     Choice j of engine request i is choice `i * n + j` of the answer. All bodies begin with the fields of `head`.
-    `reader` makes a call reader for each output, if outputs may have calls.
+    `reader` makes a reader for each output, if outputs may have more than content.
     """
 
     whole_object: str
@@ -156,7 +160,7 @@ class Assembler(ABC):
         engine_requests: Sequence[EngineRequest],
         tokenizer: PreTrainedTokenizerBase | None,
         head: Body,
-        reader: Callable[[], CallReader] | None = None,
+        reader: Callable[[], OutputReader] | None = None,
     ) -> None:
         self.request, self.engine_requests, self.tokenizer = request, engine_requests, tokenizer
         self._n = engine_requests[0].params.n
@@ -289,10 +293,11 @@ class ChatAssembler(Assembler):
         return chunks
 
     def whole_choice(self, choice: AnswerChoice, delta: Delta) -> Body:
-        text, calls, fields = self._read(choice, delta)
-        message: Body = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-        if calls:
-            message["tool_calls"] = [_call(call) for call in calls]
+        pieces, fields = self._read(choice, delta)
+        content = pieces.content if pieces.content or not (pieces.calls or pieces.reasoning) else None
+        message: Body = {"role": "assistant", "content": content, "refusal": None, **_reasoning(pieces)}
+        if pieces.calls:
+            message["tool_calls"] = [_call(call) for call in pieces.calls]
         return {"index": choice.index, "message": message, **fields}
 
     def opening_choices(self, choice: AnswerChoice) -> Sequence[Body]:
@@ -300,22 +305,22 @@ class ChatAssembler(Assembler):
         return [{"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}]
 
     def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
-        text, calls, fields = self._read(choice, delta)
-        if text or calls or delta.finish_reason or fields["logprobs"] or self.request.return_token_ids:
-            content: Body = {"content": text} if text else {}
-            if calls:
-                content["tool_calls"] = [{"index": call.index, **_call(call)} for call in calls]
+        pieces, fields = self._read(choice, delta)
+        if any(pieces) or delta.finish_reason or fields["logprobs"] or self.request.return_token_ids:
+            content = _reasoning(pieces) | ({"content": pieces.content} if pieces.content else {})
+            if pieces.calls:
+                content["tool_calls"] = [{"index": call.index, **_call(call)} for call in pieces.calls]
             yield {"index": choice.index, "delta": content, **fields}
 
-    def _read(self, choice: AnswerChoice, delta: Delta) -> tuple[str, list[CallDelta], Body]:
-        """Return the text of a delta, its parts of calls, and its other fields."""
+    def _read(self, choice: AnswerChoice, delta: Delta) -> tuple[Pieces, Body]:
+        """Return the parts of a delta, and its fields other than these."""
         fields = self.output_fields(delta, self._logprobs(delta))
         if choice.reader is None:
-            return delta.text, [], fields
-        text, calls = choice.reader.add(delta.text, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+            return Pieces(content=delta.text), fields
+        pieces = choice.reader.add(delta.text, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
         if delta.finish_reason == "stop" and choice.reader.has_called:
             fields["finish_reason"] = "tool_calls"
-        return text, calls, fields
+        return pieces, fields
 
     def _logprobs(self, delta: Delta) -> Body | None:
         if not self.request.logprobs:
@@ -330,6 +335,11 @@ class ChatAssembler(Assembler):
     def _logprob(self, token: int, entry: Logprob) -> Body:
         text = _token_name(self.tokenizer, token, entry)
         return {"token": text, "logprob": _finite(entry), "bytes": token_bytes(self.tokenizer, token, text)}
+
+
+def _reasoning(pieces: Pieces) -> Body:
+    """Return the reasoning under both names that clients read: DeepSeek's, and the newer one of vLLM."""
+    return {"reasoning_content": pieces.reasoning, "reasoning": pieces.reasoning} if pieces.reasoning else {}
 
 
 def _call(call: CallDelta) -> Body:

@@ -143,6 +143,8 @@ async def _start(engine: EngineClient, settings: ServerSettings, given: EngineAr
         folder, trust = Path(started.tokenizer_dir), started.trust_remote_code
         load = partial(tokenizer_in, folder, started.name, trust_remote_code=trust)
         tokenizer = await imports.run(load)
+        if settings.chat_template is not None:
+            tokenizer.chat_template = settings.chat_template
     size = {"vocab_size": started.vocab_size, "max_model_len": started.max_model_len}
     return Server(engine, InputProcessor(tokenizer=tokenizer, **size), settings)
 

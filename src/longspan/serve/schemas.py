@@ -120,6 +120,7 @@ class CompletionResponse(BaseModel):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -148,8 +149,10 @@ class ChatMessage(BaseModel):
     """The message that answers a conversation."""
 
     role: Literal["assistant"]
-    content: str | None = Field(description="null if there are calls and no text")
+    content: str | None = Field(description="null if there are calls or reasoning, and no text")
     refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="the same text as `reasoning_content`")
     tool_calls: list[ToolCall] | None = None
 
 
@@ -171,6 +174,8 @@ class ChatCompletionResponse(BaseModel):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str | None = None
+    service_tier: str | None = None
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None

@@ -6,11 +6,13 @@ import copy
 import re
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from longspan.core.checks import check_numbers
 from longspan.core.options import Option
 from longspan.errors import ParameterError
+from longspan.limits import read_bytes
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -139,6 +141,14 @@ _names = partial(_server, repeatable=True, read=tuple)
 _timeout = partial(_server, minimum=0.001)
 
 
+def _template(path: str) -> str:
+    """Return the text of a file. Raise ValueError if it cannot be read."""
+    try:
+        return read_bytes(Path(path)).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"must be a file with a Jinja template, but {path!r:.100} cannot be read: {error}") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Settings of the API server, without the engine's options. Times are seconds.
@@ -215,9 +225,16 @@ class ServerSettings:
         bool, _server("Let the model choose whether it calls tools if a request does not say.")
     ] = True
     tool_call_parser: Annotated[
-        Literal["auto", "hermes", "llama3_json", "mistral"],
+        Literal["auto", "hermes", "llama3_json", "mistral", "granite", "functionary", "qwen3_coder", "glm45", "openai"],
         _server("Format of the model's tool calls. auto detects it in the chat template."),
     ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "qwen3", "deepseek_r1", "glm45", "mistral", "seed_oss", "openai_gptoss", "none"],
+        _server("Format of reasoning, or none. By default it is detected in the chat template."),
+    ] = "auto"
+    chat_template: Annotated[
+        str | None, _server("A Jinja template instead of the model's own.", metavar="FILE", read=_template)
+    ] = None
     tracer: Tracer | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)
 

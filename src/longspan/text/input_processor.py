@@ -228,17 +228,17 @@ class InputProcessor:
         ids: list[int] = encode(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
-    def grammar(self, form: StructuredOutputsParams) -> str:
-        """Return the grammar of structured outputs, see `Sampling`.
+    def grammar(self, form: StructuredOutputsParams, max_chars: int | None = None) -> str:
+        """Return the grammar of structured outputs, see `Sampling`. `max_chars` bounds it, `MAX_CHARS` by default.
 
         Raises:
             ValueError: the grammar cannot be followed, or there is no tokenizer.
         """
         if self.tokenizer is None:
             raise ParameterError("structured_outputs", "need a tokenizer, but there is none (`skip_tokenizer_init`)")
-        from longspan.text.structured import compile_grammar  # noqa: PLC0415 - structured outputs alone
+        from longspan.text.structured import MAX_CHARS, compile_grammar  # noqa: PLC0415 - structured outputs alone
 
-        return compile_grammar(form, self._vocabulary)
+        return compile_grammar(form, self._vocabulary, max_chars or MAX_CHARS)
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:

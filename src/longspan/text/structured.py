@@ -13,26 +13,35 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from longspan.core.sampling import StructuredOutputsParams
 from longspan.errors import ParameterError
 from longspan.text import grammar_check
+from longspan.text.json_schema import without_annotations
 
 MAX_CHARS = 65_536
 """Longest schema, regular expression, grammar, or sum of all choices, in characters."""
+MAX_TOOL_CHARS = 1 << 20
+"""Longest grammar of tools, in characters. 200 tools of 2 kB each have 0.4 M.
+
+Each rank compiles them in 0.7 s of CPU time, into 27 MB.
+"""
 
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Whitespace between JSON tokens. Unbounded, a small model may emit blanks for ever. 64 suffice to indent a line."""
 
 
-def compile_grammar(params: StructuredOutputsParams, vocabulary: LLTokenizer) -> str:
+def compile_grammar(params: StructuredOutputsParams, vocabulary: LLTokenizer, max_chars: int = MAX_CHARS) -> str:
     """Return the grammar in llguidance's serialised form.
+
+    Annotations of a schema do not count to `max_chars`, and unknown formats are annotations.
 
     Raises:
         ValueError: the grammar is too large, invalid or not supported, or it allows no output.
     """
-    texts = (params.json, params.regex, *(params.choice or ()), params.grammar)
-    length = sum(len(text) for text in texts if isinstance(text, str))
     try:
-        if length > MAX_CHARS:
-            raise ValueError(f"it has {length} characters, but at most {MAX_CHARS} are allowed: shorten it")
-        grammar = _serialised(params)
+        schema = None if params.json is None else _plain_schema(params.json)
+        texts = (schema, params.regex, *(params.choice or ()), params.grammar)
+        length = sum(len(text) for text in texts if text is not None)
+        if length > max_chars:
+            raise ValueError(f"it has {length} characters, but at most {max_chars} are allowed: shorten it")
+        grammar = _serialised(params, schema)
         if params.choice is None and not params.json_object:  # only the length of these can be wrong
             grammar_check.check(grammar)
         _check_start(grammar, vocabulary)
@@ -42,12 +51,13 @@ def compile_grammar(params: StructuredOutputsParams, vocabulary: LLTokenizer) ->
         raise ParameterError("structured_outputs", f": `{name}` cannot be used: {error}") from None
 
 
-def lark_json(schema: Mapping[str, Any]) -> str:
-    """Return the Lark rule of a JSON value that follows a schema."""
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}, ensure_ascii=False)
+def lark_json(schema: Mapping[str, Any], *, any_of: bool = False) -> str:
+    """Return the Lark rule of a JSON value that follows a schema. `any_of` takes each `oneOf` as `anyOf`."""
+    options = {"whitespace_pattern": _WHITESPACE, **({"coerce_one_of": True} if any_of else {})}
+    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
 
 
-def _serialised(params: StructuredOutputsParams) -> str:
+def _serialised(params: StructuredOutputsParams, schema: str | None) -> str:
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.choice is not None:
@@ -57,21 +67,23 @@ def _serialised(params: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(quoted))
     if params.grammar is not None:
         return LLMatcher.grammar_from_lark(params.grammar)
-    schema = '{"type": "object"}' if params.json is None else params.json
-    assert isinstance(schema, str), "a dictionary becomes text in the constructor"
-    return LLMatcher.grammar_from_json_schema(_checked_schema(schema), defaults={"whitespace_pattern": _WHITESPACE})
+    return LLMatcher.grammar_from_json_schema(
+        schema or '{"type": "object"}', defaults={"whitespace_pattern": _WHITESPACE}
+    )
 
 
-def _checked_schema(text: str) -> str:
+def _plain_schema(given: object) -> str:
+    """Return a schema without annotations."""
+    assert isinstance(given, str), "a dictionary becomes text in the constructor"
     try:
-        schema = json.loads(text)
+        schema = json.loads(given)
+        if not isinstance(schema, dict):
+            raise ValueError(f"a schema is an object such as {{...}}, but {given!r:.60} given")
+        return json.dumps(without_annotations(schema), ensure_ascii=False)
     except RecursionError:
         raise ValueError("the schema is nested too deeply: flatten it") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"the schema is not JSON ({error}): a schema is an object such as {{...}}") from None
-    if not isinstance(schema, dict):
-        raise ValueError(f"a schema is an object such as {{...}}, but {text!r:.60} given")
-    return text
 
 
 def _check_start(grammar: str, vocabulary: LLTokenizer) -> None:
