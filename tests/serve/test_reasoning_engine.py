@@ -39,7 +39,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadLLM]:
 
 
 def message(llm: ThreadLLM, **fields: Any) -> dict[str, Any]:
-    model = ServedModel(input_processor=llm.input_processor, names=("tiny",))
+    model = ServedModel(input_processor=llm.input_processor, settings=ServerSettings(model_names=("tiny",)))
     bodies = [("", "/v1/chat/completions", json.dumps({**BASE, **fields}).encode())]
     [(_, status, body)] = answer_each(llm, model, bodies, max_groups=1, max_waiting_tokens=4096)
     assert status == 200, body

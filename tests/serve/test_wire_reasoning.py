@@ -17,6 +17,7 @@ from longspan.serve.chat_requests import ChatCompletionRequest
 from longspan.serve.convert import ServedModel, chat_request, output_reader
 from longspan.serve.responses import ChatAssembler, prepared
 from longspan.serve.schemas import ChatCompletionResponse
+from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import InputProcessor
 
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "How is it in Rome?"}]
@@ -49,7 +50,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
 def served(template: str = "qwen3", **settings: Any) -> ServedModel:
     tokenizer = tool_tokenizer(template, with_markers=True)
     used = InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=512)
-    return ServedModel(input_processor=used, names=("tiny",), **settings)
+    return ServedModel(input_processor=used, settings=ServerSettings(model_names=("tiny",), **settings))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ class UnevenCost:
 def rank_requests() -> RankRequests:
     """Return the requests of a rank without a device."""
     files: Any = None  # no request has a grammar
-    info: Any = None
+    info: Any = SimpleNamespace(vocab_size=VOCAB)
     return RankRequests(files, info, torch.device("cpu"))
 
 

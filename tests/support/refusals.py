@@ -7,7 +7,7 @@ import re
 import pytest
 
 _ACTIONS = (
-    "add|allow|ask|call|change|choose|describe|do|drop|enable|flatten|free|give|increase|install|join|keep|leave|lower|make"
+    "add|allow|ask|call|change|check|choose|describe|do|drop|enable|flatten|free|give|increase|install|join|keep|leave|lower|make"
     "|measure|name|pass|put|raise|reduce|remove|replace|restart|run|select|send|set|shorten|split|start|train|use|wait|write"
 )
 _BOUNDS = (

@@ -412,7 +412,7 @@ def test_the_command_line_takes_files_and_texts(tmp_path: Path) -> None:
     assert FormOptions().params() is None
     with refused("json_schema"):
         FormOptions(json_schema="no.json").params()
-    with refused("structured_outputs"):
+    with refused("json_schema"):
         FormOptions(json_schema=str(file), regex="a").params()
     file.write_bytes(b"\xff")
     with refused("json_schema"):
