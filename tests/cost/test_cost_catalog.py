@@ -119,11 +119,11 @@ def test_the_slow_links_of_the_papers() -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown hardware 'b200': known are a100-sxm-80g, .*, a40"):
+    with pytest.raises(ValueError, match=r"hardware 'b200' is unknown: choose from a100-sxm-80g, .*, a40"):
         catalog.device("b200")
-    with pytest.raises(ValueError, match=r"unknown link 'wifi': known are nvlink2, "):
+    with pytest.raises(ValueError, match=r"link 'wifi' is unknown: choose from nvlink2, "):
         catalog.link("wifi")
-    with pytest.raises(ValueError, match=r"unknown model 'gpt-5': known are llama-7b, "):
+    with pytest.raises(ValueError, match=r"model 'gpt-5' is unknown: choose from llama-7b, "):
         catalog.model_config("gpt-5")
 
 

@@ -391,7 +391,7 @@ def test_impossible_clusters_are_refused(spec: ParallelSpec, message: str) -> No
 
 def test_impossible_questions_are_refused() -> None:
     model = model_on(instances=2)
-    with pytest.raises(ValueError, match="at least 1 new token, but 5 tokens with 5 cached"):
+    with pytest.raises(ValueError, match="more than the cached tokens, but 5 given with 5 cached"):
         estimate_prefill(model, 2, RING_KV, 5, 5)
     with pytest.raises(ValueError, match="2 instances share a prompt by an exchange"):
         estimate_prefill(model, 2, LOCAL, 5)

@@ -176,7 +176,7 @@ def test_objectives_change_while_it_serves() -> None:
         ({"max_accuracy_loss": "1", "target_ttft": "2"}, "exclude each other"),
         ({"max_accuracy_loss": "-1"}, "max_accuracy_loss must be a number from 0 on, but -1 given"),
         ({"target_ttft": "nan"}, "target_ttft must be a number above 0, but nan given"),
-        ({"target_ttft": "soon"}, "option target_ttft is a number, but 'soon' given"),
+        ({"target_ttft": "soon"}, "target_ttft must be a number, but 'soon' given"),
         ({"exchange": "ring_kv"}, "csa is for exchange alltoall, gather_hidden"),
         ({"csa": '{"tuned_for": "x"}'}, "not a file of longspan tune csa"),
         ({"csa": "auto"}, "csa is off, auto or settings as JSON, but"),

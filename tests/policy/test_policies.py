@@ -41,7 +41,7 @@ def test_auto_is_context_with_options_that_only_that_has(options: dict[str, str]
 @pytest.mark.parametrize("option", [{"csa": '{"levels": 2, "drop": 0.3}'}, {"csa": "off"}])
 def test_options_of_sparse_attention_choose_csps(instances: int, option: dict[str, str]) -> None:
     assert make_policy("auto", num_instances=instances, options=option).name == "csps"
-    with pytest.raises(ParameterError, match="csa is for policy csps, but policy context given: leave policy out"):
+    with pytest.raises(ParameterError, match="csa is for policy csps, but policy context given: leave `policy` out"):
         make_policy("context", num_instances=instances, options=option)
 
 
@@ -77,7 +77,7 @@ def test_auto_takes_options_that_count_on_one_instance(options: dict[str, str], 
 
 def test_auto_names_the_roles_that_rule_an_option_out() -> None:
     facts = Facts(cluster=Instances.of("2", "1"))
-    with pytest.raises(ValueError, match="policy auto has no option 'fractions' where instances have roles"):
+    with pytest.raises(ValueError, match="fractions: policy auto has no such option where instances have roles"):
         make_policy("auto", num_instances=3, options={"fractions": "0.5,0.5"}, facts=facts)
 
 
@@ -85,30 +85,30 @@ def test_auto_names_the_roles_that_rule_an_option_out() -> None:
     ("name", "instances", "options", "message"),
     [
         ("fast", 1, {}, "policy 'fast' is unknown: choose from auto, chunked, context, runahead, tetris, fixed-sp"),
-        ("chunked", 1, {"threshold": "9"}, "policy chunked has no option 'threshold': it has none, but context"),
+        ("chunked", 1, {"threshold": "9"}, "threshold: policy chunked has no such option: .* it has none, but context"),
         (
             "auto",
             1,
             {"exchange": "ring_kv"},
-            "option 'exchange' is for prompts .* there is 1 instance: set parallel to 2",
+            "exchange is for prompts .* there is 1 instance: set `parallel` to 2",
         ),
-        ("auto", 1, {"foo": "1"}, "policy auto has no option 'foo': its options are .*target_tbt.*csa"),
-        ("auto", 1, {"target_tbt": "0.5", "layout": "zigzag"}, "option 'layout' is for prompts that instances share"),
+        ("auto", 1, {"foo": "1"}, "foo: policy auto has no such option: .*target_tbt.*csa"),
+        ("auto", 1, {"target_tbt": "0.5", "layout": "zigzag"}, "layout is for prompts that instances share"),
         ("auto", 2, {"target_tbt": "0.5", "threshold": "9"}, "target_tbt and threshold exclude .* policy context"),
         ("auto", 2, {"target_tbt": "0.5", "csa": "{}"}, "target_tbt and csa exclude each other: csa needs policy csps"),
         ("auto", 2, {"target_tbt": "0.5", "exchange": "chain"}, "target_tbt and exchange exclude each other"),
-        ("context", 2, {"exchange": None}, "option exchange is a text, but None given"),
+        ("context", 2, {"exchange": None}, "exchange must be a text, but None given"),
         ("context", 2, {"exchange": "ring"}, "exchange is one of auto, ring_kv, .*, chain, but 'ring' given"),
         ("runahead", 2, {"exchange": "ring_kv"}, "exchange is one of auto, chain, but 'ring_kv' given"),
         (
             "auto",
             2,
             {"treshold": "9"},
-            "policy auto has no option 'treshold': its options are exchange, decode, .*, threshold, long_share, .*csa",
+            "treshold: policy auto has no such option: .* exchange, decode, .*, threshold, long_share, .*csa",
         ),
-        ("context", 2, {"threshold": "many"}, "option threshold is one of a whole number, auto, but 'many' given"),
+        ("context", 2, {"threshold": "many"}, "threshold must be one of a whole number, auto, but 'many' given"),
         ("context", 2, {"threshold": "-1"}, "threshold must be at least 0, but -1 given"),
-        ("context", 2, {"threshold": "1.5"}, "policy context: option .*threshold"),
+        ("context", 2, {"threshold": "1.5"}, r"threshold .*\(policy context\)"),
         ("context", 2, {"long_share": "0"}, "long_share must be above 0 and at most 1, but 0.0 given"),
         ("context", 2, {"long_share": "1.01"}, "long_share must be above 0 and at most 1, but 1.01 given"),
         ("context", 2, {"long_share": "nan"}, "long_share must be above 0"),
@@ -120,13 +120,13 @@ def test_auto_names_the_roles_that_rule_an_option_out() -> None:
             "exchange chain computes with layout contiguous, but layout zigzag",
         ),
         ("context", 2, {"layout": "striped", "fractions": "0.5,0.5"}, "fractions are for layout contiguous"),
-        ("context", 2, {"dense": "perhaps"}, "option dense is one of true, false, but 'perhaps' given"),
-        ("context", 2, {"long_share": "x"}, "option long_share is a number, but 'x' given"),
+        ("context", 2, {"dense": "perhaps"}, "dense must be one of true, false, but 'perhaps' given"),
+        ("context", 2, {"long_share": "x"}, "long_share must be a number, but 'x' given"),
         ("context", 2, {"dense": "true"}, "dense is for exchange gather_kv, but auto given"),
         ("context", 2, {"exchange": "ring_kv", "home": "computed"}, "home is for exchange chain, but ring_kv given"),
         ("context", 2, {"weights": "host"}, "weights are for exchange alltoall, but auto given"),
-        ("context", 2, {"exchange": "alltoall", "weights": "disk"}, "option weights is one of auto, host, peers, but"),
-        ("context", 2, {"rotate": "never"}, "option rotate is one of block, token, but 'never' given"),
+        ("context", 2, {"exchange": "alltoall", "weights": "disk"}, "weights must be one of auto, host, peers, but"),
+        ("context", 2, {"rotate": "never"}, "rotate must be one of block, token, but 'never' given"),
         ("context", 2, {"fractions": "0.5,0.6"}, "add up to 1"),
         ("context", 3, {"fractions": "0.5,0.5"}, "fractions 0.5,0.5 are 2, but there are 3 instances"),
     ],

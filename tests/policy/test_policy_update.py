@@ -57,10 +57,10 @@ def test_auto_is_told_by_its_real_name() -> None:
     [
         ("tetris", {"improvement_rate": "1"}, ValueError, "improvement_rate must be at least 0 and below 1, but 1.0"),
         ("tetris", {"improvement_rate": "nan"}, ValueError, "improvement_rate must be at least 0 and below 1, but nan"),
-        ("tetris", {"improvement_rate": "much"}, ValueError, "is one of a number, auto, but 'much' given"),
+        ("tetris", {"improvement_rate": "much"}, ParameterError, "must be one of a number, auto, but 'much' given"),
         ("tetris", {"improvement_rate": "0.1", "improvement_rates": "1:0.2"}, ValueError, "leave one out"),
         ("tetris", {"improvement_rates": "1-0.2"}, ValueError, "look like 0.5:0.1,1:0.3, but '1-0.2' given"),
-        ("tetris", {"chunking": "perhaps"}, ValueError, "is one of true, false, but 'perhaps' given"),
+        ("tetris", {"chunking": "perhaps"}, ParameterError, "must be one of true, false, but 'perhaps' given"),
         ("tetris", {"min_chunk": "0"}, ParameterError, "min_chunk must be at least 1, but 0 given"),
         ("tetris", {"rate": "1"}, ValueError, "no option 'rate'; its options that may change while it serves: impr"),
         ("tetris", {"sp_sizes": "1"}, SettledError, "restart, and give policy option sp_sizes=VALUE"),

@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple, get_args
 
 from longspan.core.runs import Layout
 from longspan.core.sparse import SparseSetting
-from longspan.errors import ParameterError
 
 WeightSource = Literal["host", "peers"]
 """Unsharded weights come from the memory of the host, or from the other ranks of the instance."""
@@ -208,6 +207,7 @@ def exchange_of(kind: str) -> Exchange:
         is_exact = False
     if not is_exact:
         from longspan.core.exchange_plugins import exchange_names  # noqa: PLC0415 - an error
+        from longspan.errors import ParameterError  # noqa: PLC0415 - an error
         from longspan.names import choices  # noqa: PLC0415 - an error
 
         raise ParameterError("exchange", f"{kind!r} is unknown: {choices(kind, (LOCAL.kind, *exchange_names()))}", kind)
