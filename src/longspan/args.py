@@ -16,7 +16,6 @@ from longspan.core.locations import Location, locations_of_ranks
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
 from longspan.errors import ParameterError
-from longspan.names import remedy
 from longspan.policy.registry import check_sparse, phases_of
 
 AUTO = "auto"
@@ -184,6 +183,8 @@ def unpacked(
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
+                from longspan.names import remedy  # noqa: PLC0415 - an error
+
                 problem = f"{type(self).__name__}() {error}"  # the user has not called `kind`
                 known = signature.parameters
                 raise TypeError(problem if kwargs.keys() <= known.keys() else problem + remedy(kwargs, known)) from None

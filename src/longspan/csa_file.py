@@ -10,7 +10,8 @@ import yaml
 
 from longspan.core.sparse import is_tuned
 from longspan.errors import ParameterError
-from longspan.limits import read_text, unread
+from longspan.file_errors import unread
+from longspan.limits import read_text
 
 AUTO = "auto"
 """The setting that selects the tuned file of the model in this package."""

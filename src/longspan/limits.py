@@ -99,40 +99,6 @@ def read_all(file: IO[bytes], max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     return data
 
 
-def unread(path: Path | str, error: Exception) -> str:
-    """Return the problem of a file of the user that cannot be read, with the remedy, as `'x' cannot be read (...)`."""
-    if isinstance(error, UnicodeDecodeError):
-        reason = f"byte {error.start} is not UTF-8"
-    else:
-        reason = getattr(error, "strerror", None) or str(error)
-    match error:
-        case FileNotFoundError() | NotADirectoryError():
-            remedy = "check the path"
-        case IsADirectoryError():
-            remedy = "give a file instead of a folder"
-        case PermissionError():
-            remedy = "change its permissions, or give another file"
-        case _:
-            remedy = "give another file"
-    return f"{str(path)!r} cannot be read ({reason}): {remedy}"
-
-
-def unwritten(path: Path | str, error: OSError) -> str:
-    """Return the problem of a file that cannot be written, with the remedy."""
-    match error:
-        case FileNotFoundError() | NotADirectoryError():
-            remedy = "make its folder, or give another file"
-        case IsADirectoryError():
-            remedy = "give a file instead of a folder"
-        case PermissionError():
-            remedy = "change the permissions, or give another file"
-        case _ if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            remedy = "free some space, or give a file on another disk"
-        case _:
-            remedy = "give another file"
-    return f"{str(path)!r} cannot be written ({error.strerror}): {remedy}"
-
-
 def _memory_used(group: Path) -> tuple[int, int]:
     """Return the bytes that a group uses, and the part that is copies of files."""
     fields = _fields(group / "memory.stat")

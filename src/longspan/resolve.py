@@ -259,12 +259,13 @@ def _facts(
     """Return facts with the profiles of this machine. The key may have another tp."""
     key = msgspec.structs.replace(key, tp=cluster.spec.tp)
     profile = load_profile(key)
+    shares_prompts = any(phase.num_instances > 1 for phase in (cluster, *phases))
     return Facts(
         shape=shape,
         hardware=typical_hardware(key.device, key.threads) if profile is None else profile.speeds(shape),
         profile=profile,
         model=key.model,
-        partitions=load_partitions(key, block_size),
+        partitions=load_partitions(key, block_size) if shares_prompts else None,
         cluster=cluster,
         phases=phases,
         phase_cost=_phase_cost(key, shape, phases, block_size),

@@ -23,7 +23,7 @@ from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.profile import Profile
 from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
-from longspan.limits import unread
+from longspan.file_errors import unread
 from longspan.model.files import config_dtype
 from longspan.policy.registry import check_sparse, policy_class
 from longspan.sim.experiment import Experiment

@@ -26,7 +26,8 @@ from longspan.core.sparse_plan import segments_of
 from longspan.cost.csa_pipeline import LinkSpeed, Rates
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
-from longspan.limits import read_text, unread
+from longspan.file_errors import unread
+from longspan.limits import read_text
 from longspan.policy.csps.search import STEP, Configuration, Group
 from longspan.policy.csps.tuned import Point
 from longspan.profiling.links import time_links

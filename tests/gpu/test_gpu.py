@@ -121,7 +121,7 @@ def sparse(exchange: str, **settings: object) -> dict[str, Any]:
 
 
 def check(model: str | Path, oracle: Oracle, **options: Any) -> None:
-    """Compares tokens, and logits within the tolerance, of prompts of several chunks with those on the CPU."""
+    """Compare tokens, and logits within the tolerance, of prompts of several chunks with results on the CPU."""
     with engine(model, "cuda", **options) as llm:
         for output, prompt in zip(llm.generate(PROMPTS, SIX), PROMPTS, strict=True):
             assert_exact(output, oracle.complete(prompt, 6))

@@ -25,7 +25,8 @@ def refused(*parameters: str) -> pytest.RaisesExc[ValueError]:
     """Expect an error about a parameter, or option of a policy, that states a remedy. Possible values are one, too."""
 
     def is_lawful(error: ValueError) -> bool:
-        assert getattr(error, "parameter", None) in {None, "policy_options", *parameters}, f"{error} is about another parameter"
+        named = getattr(error, "parameter", None)
+        assert named in {None, "policy_options", *parameters}, f"{error} is about another parameter"
         assert any(name in str(error) for name in parameters), f"{error} does not name {parameters}"
         assert REMEDY.search(str(error)) or LACKING.search(str(error)), f"no remedy in: {error}"
         return True

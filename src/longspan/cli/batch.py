@@ -26,7 +26,7 @@ from longspan.cli.outputs import check_writable, note, write_result
 from longspan.core.options import Option
 from longspan.core.transitions import phase_seconds
 from longspan.errors import ParameterError
-from longspan.limits import unread, unwritten
+from longspan.file_errors import unread, unwritten
 
 if TYPE_CHECKING:
     from longspan.core.config import EngineConfig

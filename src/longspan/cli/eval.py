@@ -22,7 +22,8 @@ from longspan.cli.outputs import check_writable, number_table, write_result
 from longspan.core.options import Option, length_list
 from longspan.errors import ParameterError
 from longspan.evals import Recording, Subject
-from longspan.limits import read_bytes, unread
+from longspan.file_errors import unread
+from longspan.limits import read_bytes
 
 if TYPE_CHECKING:
     from longspan.core.sampling import SamplingParams

@@ -23,7 +23,7 @@ from longspan.core.options import Option, id_list
 from longspan.core.quantities import seconds
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.errors import ParameterError
-from longspan.limits import unread
+from longspan.file_errors import unread
 
 if TYPE_CHECKING:
     from longspan.core.request import RequestMetrics

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import IO
 
 from longspan.errors import ParameterError
-from longspan.limits import MAX_TEXT_BYTES, read_all, read_bytes, unread
+from longspan.file_errors import unread
+from longspan.limits import MAX_TEXT_BYTES, read_all, read_bytes
 
 STDIN = "-"
 TOO_LONG = f"is longer than {MAX_TEXT_BYTES >> 20} MiB"

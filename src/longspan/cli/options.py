@@ -28,7 +28,8 @@ from longspan.core.checks import check_number
 from longspan.core.exchange_plugins import exchange_names
 from longspan.core.options import Option, options_of
 from longspan.errors import ParameterError, named, renamed
-from longspan.limits import read_bytes, unread
+from longspan.file_errors import unread
+from longspan.limits import read_bytes
 from longspan.policy.registry import policy_names
 from longspan.runtime.executor.forkserver import start_server
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longspan.limits import unwritten
+from longspan.file_errors import unwritten
 
 if TYPE_CHECKING:
     from rich.table import Table

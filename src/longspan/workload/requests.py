@@ -12,7 +12,7 @@ from statistics import NormalDist
 import numpy as np
 
 from longspan.errors import ParameterError
-from longspan.limits import unread
+from longspan.file_errors import unread
 from longspan.workload.arrivals import Arrival, Workload, arrival_times, as_conversations, prompt_of
 from longspan.workload.spec import WorkloadSpec
 from longspan.workload.traces import BLOCK_LEN, MAX_SPAN_S, RequestSpec, read_trace

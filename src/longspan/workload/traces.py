@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from longspan.limits import unread
+from longspan.file_errors import unread
 
 _log = logging.getLogger("longspan")
 MAX_SPAN_S = 1e8
