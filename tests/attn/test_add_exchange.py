@@ -14,6 +14,7 @@ from engines import ThreadLLM
 from fake_llm import FakeLLM, run
 from oracle import Oracle, assert_exact
 from refusals import refused
+from step_seconds import seconds_of
 from test_cost_model import step_cost
 from torch import Tensor
 from transports import Wires, run_members
@@ -74,7 +75,7 @@ def test_a_policy_schedules_it_in_the_simulated_engine_and_its_steps_have_a_cost
     forward = Forward(number=0, parts=(parts[0],))
     [told] = msgspec.msgpack.decode(msgspec.msgpack.encode(forward), type=Forward).parts
     assert told.exchange == added
-    times = step_cost(2).seconds(forward)
+    times = seconds_of(step_cost(2), forward)
     assert set(times) == {0, 1}
     assert min(times.values()) > 0
 
