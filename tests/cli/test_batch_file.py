@@ -194,11 +194,10 @@ def test_few_lines_are_read_ahead(tmp_path: Path) -> None:
 def test_mistakes_are_reported_before_the_engine_starts(batch: Batch, tmp_path: Path, capsys: Capture) -> None:
     assert batch(LINES[0], "", LINES[1], LINES[0])[0] == 2
     assert "lines 1 and 4" in (err := capsys.readouterr().err)
-    assert "have the same custom_id 'a': change one" in err
+    assert "the same custom_id 'a' in lines 1 and 4: change one" in err
     (tmp_path / "out.jsonl").write_text('{"some": "file"}\n')
     assert batch(*LINES)[0] == 2
-    assert "line 1 of output file" in (err := capsys.readouterr().err)
-    assert "is no answer of a batch" in err
+    assert "has no answer of a batch in line 1" in capsys.readouterr().err
     assert (tmp_path / "out.jsonl").read_text() == '{"some": "file"}\n'
 
 
@@ -211,7 +210,7 @@ def test_files_that_are_not_there_or_the_same(tmp_path: Path, capsys: Capture) -
     assert run("batch", "-i", str(path), "-o", str(path)) == 2
     assert "is the input file" in capsys.readouterr().err
     assert run("batch", "-i", str(path), "-o", str(tmp_path / "no" / "out.jsonl")) == 2
-    assert "cannot be written: No such file" in capsys.readouterr().err
+    assert "cannot be written (No such file" in capsys.readouterr().err
     assert run("batch", "-i", "/dev/null", "-o", str(tmp_path / "out.jsonl")) == 2
     assert "must be an ordinary file" in capsys.readouterr().err
     assert path.read_text() == LINES[0]
@@ -248,5 +247,5 @@ def test_an_unwritable_stats_file_is_reported_before_the_run(tmp_path: Path, cap
     assert run(*command, str(tmp_path / "no" / "s.json")) == 2
     assert "--json-stats" in capsys.readouterr().err
     assert run(*command, str(tmp_path)) == 2
-    assert "cannot be written: Is a directory" in capsys.readouterr().err
+    assert "cannot be written (Is a directory)" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()

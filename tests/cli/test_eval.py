@@ -262,8 +262,7 @@ def test_the_score_is_that_of_the_answers(
     assert (found["score"], found["parallel"], found["policy"]) == (0.5, "1", "chunked")
     assert [cell["num_found"] for cell in found["results"]] == [1, 1]
     with ThreadLLM(str(speaking_model), threads_per_rank=1) as llm:
-        tokenize = partial(llm.tokenize, add_special_tokens=False)
-        hidden = needles(Text.of(tokenize, []), tokenize, 96, depths=(0.0, 1.0), num_samples=2, seed=0)
+        hidden = needles(llm, Text.of(llm), 96, depths=(0.0, 1.0), num_samples=2, seed=0)
         outputs = llm.generate([needle.prompt for needle in hidden], NEEDLE_PARAMS, use_tqdm=False)
     assert answers == [output.outputs[0].text for output in outputs]
 

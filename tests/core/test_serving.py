@@ -145,7 +145,7 @@ class _InOrder(_Recorder):
 
 
 @pytest.mark.parametrize(
-    ("spec", "host_kv_gib"), [("1", 0.0), ("pp2", 0.02), ("2", 0.02), ("2xtp2", 0.02), ("2xpp2", 0.00025)]
+    ("spec", "host_kv_gib"), [("1", 0.0), ("pp2", 0.02), ("2", 0.02), ("2xtp2", 0.02), ("2xpp2", 0.0005)]
 )
 def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, spec: str, host_kv_gib: float) -> None:
     """Completions of copies are taken in the order of steps. The smallest host cannot hold all waiting requests."""
@@ -153,8 +153,8 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, spec: str,
     rng = random.Random(3)
     jobs = [
         (
-            tuple(rng.randrange(3, 199) for _ in range(rng.randint(1, 250))),
-            SamplingParams(temperature=0, max_tokens=rng.randint(1, 40), ignore_eos=True),
+            tuple(rng.randrange(3, 199) for _ in range(rng.randint(1, 500))),
+            SamplingParams(temperature=0, max_tokens=rng.randint(1, 60), ignore_eos=True),
         )
         for _ in range(16)
     ]
@@ -163,8 +163,8 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, spec: str,
         skip_tokenizer_init=True,
         policy="chunked",
         block_size=16,
-        num_gpu_blocks_override=60 // (2 if spec.startswith("2") else 1),
-        max_num_batched_tokens=128,
+        num_gpu_blocks_override=120 // (2 if spec.startswith("2") else 1),
+        max_num_batched_tokens=256,
         max_num_seqs=12,
         host_kv_gib=host_kv_gib,
         parallel=spec,
@@ -181,7 +181,7 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, spec: str,
         engine.add(prompt, params)
     while engine.has_unfinished:
         engine.step()
-    num_blocks = [60 // cluster.num_instances] * cluster.num_instances
+    num_blocks = [120 // cluster.num_instances] * cluster.num_instances
     cluster = cluster.with_blocks(num_blocks).with_layers(3, llm.info.head_layers)
     cluster = with_tiers(cluster, llm.service.block_bytes, host_kv_gib=host_kv_gib, disk_kv_gib=0.0)
     assert replace(config, swap=None) == EngineConfig(
@@ -189,7 +189,7 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, spec: str,
         block_size=16,
         max_model_len=llm.info.context_length,
         eos_token_ids=(2,),
-        max_num_batched_tokens=128,
+        max_num_batched_tokens=256,
         max_num_seqs=12,
     )
     assert sum(output.metrics.num_preemptions for output in outputs) > 0

@@ -243,7 +243,7 @@ def test_only_needed_files_are_fetched_from_the_hub(
 
 def test_a_hub_folder_without_a_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "snapshot_download", lambda *_, **__: str(tmp_path))
-    with pytest.raises(ModelError, match=r"has no config\.json; give a folder in Hugging Face's format"):
+    with pytest.raises(ModelError, match=r"has no config\.json: give a folder in Hugging Face's format"):
         source.local_folder("some/model", with_weights=False)
 
 

@@ -226,7 +226,7 @@ def test_the_command_line_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert run(*common, "--csa", str(file), "--exchange", "ring_kv") == 2
     assert "--csa is for exchange alltoall" in capsys.readouterr().err
     assert run(*common, "--csa", str(tmp_path / "none.yaml")) == 2
-    assert "none.yaml cannot be read: No such file" in capsys.readouterr().err
+    assert "none.yaml' cannot be read (No such file" in capsys.readouterr().err
     file.write_text("a: [")
     assert run(*common, "--csa", str(file)) == 2
     assert "is no YAML" in capsys.readouterr().err

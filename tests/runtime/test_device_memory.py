@@ -247,7 +247,8 @@ def test_too_little_memory_is_refused(tiny: Path, tmp_path: Path, measuring: Cal
     per_block = 16 * TOKEN_BYTES
     room = STEP - 3 * per_block + per_block  # of which a fourth is left for a copy
     words = (
-        f"^{per_block * 3 // 4} bytes of KV memory per rank hold no block of {per_block} bytes: use a larger tp or pp"
+        f"^{per_block * 3 // 4} bytes of KV memory per rank hold no block of {per_block} bytes: "
+        "use a larger `tp` or `pp`"
     )
     tiers = {"host_kv_gib": 0.01, "disk_kv_gib": 0.01, "disk_kv_dir": str(tmp_path)}
     with pytest.raises(ValueError, match=words) as refusal:
@@ -289,7 +290,7 @@ def test_a_device_that_is_full_is_a_mistake_of_the_user(
     monkeypatch.setattr(Worker, "run", fails)
     arguments = ("--dtype", "float32", "--skip-tokenizer-init", "--token-ids", "3,4", "--max-num-batched-tokens", "64")
     assert run("generate", str(tiny), *arguments) == 2
-    words = "the device of rank 0 has too little memory for the model and a step of 64 tokens: use a larger tp"
+    words = "the device of rank 0 has too little memory for the model and a step of 64 tokens: use a larger --tp"
     assert words in capsys.readouterr().err
 
 

@@ -224,7 +224,7 @@ def test_the_prefix_cache_is_reset_on_disk_too(tiny: Path, oracle: Oracle, tmp_p
         ({"disk_kv_gib": 1e9}, r"disk_kv_gib .* is more than .* blocks: allow at most"),
         ({"disk_kv_gib": 500.0}, r"disk_kv_gib .*needs .* GiB more in .*: allow less"),
         ({"disk_kv_gib": 1e-9}, r"disk_kv_gib.*holds no block of .* bytes: allow more"),
-        ({"host_kv_gib": 0.0}, r"disk_kv_gib.*needs host_kv_gib, too"),
+        ({"host_kv_gib": 0.0}, r"disk_kv_gib.*needs `host_kv_gib`, too"),
         ({"disk_kv_dir": "/dev/null/kv"}, r"disk_kv_dir .*cannot be used .*: give another one"),
     ],
 )

@@ -100,7 +100,7 @@ def small_files() -> Iterator[None]:
 @pytest.mark.usefixtures("thread_llm")
 @pytest.mark.parametrize(
     ("condition", "flags", "words"),
-    [("no_memory", (), "use a larger tp or pp"), ("small_files", ("--host-kv-gib", "0.01"), "--host-kv-gib needs")],
+    [("no_memory", (), "use a larger --tp or --pp"), ("small_files", ("--host-kv-gib", "0.01"), "--host-kv-gib needs")],
 )
 def test_a_pool_that_cannot_be_allocated_is_code_2_and_one_sentence(
     condition: str,

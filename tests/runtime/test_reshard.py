@@ -416,7 +416,7 @@ def test_phases_need_two_specs_that_differ(tiny: Path) -> None:
     try:
         with pytest.raises(ParameterError, match=r"\(2\) is one cluster, but seesaw needs two: give both"):
             service.reshard("2")
-        with pytest.raises(ParameterError, match="pp2 equals prefill_parallel"):
+        with pytest.raises(ParameterError, match="pp2 equals `prefill_parallel`"):
             service.reshard("pp2 prefill + pp2 decode")
     finally:
         service.close()

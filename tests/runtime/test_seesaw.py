@@ -147,9 +147,9 @@ def test_another_run_begins_where_the_last_has_ended(engines: Engines, odd: Path
     [
         (
             {"parallel": "pp2", "prefill_parallel": None, "decode_parallel": None},
-            "prefill_parallel needs decode_parallel",
+            "prefill_parallel needs `decode_parallel`",
         ),
-        ({"decode_parallel": "pp2"}, "decode_parallel pp2 equals prefill_parallel"),
+        ({"decode_parallel": "pp2"}, "decode_parallel pp2 equals `prefill_parallel`"),
         ({"host_kv_gib": 0.0}, "host_kv_gib must be above 0"),
     ],
 )

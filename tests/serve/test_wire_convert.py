@@ -83,7 +83,7 @@ def test_max_completion_tokens_counts_before_the_name_it_had() -> None:
 @pytest.mark.parametrize("most", [{}, {"max_tokens": 20}, {"max_tokens": 0}])
 def test_min_tokens_must_not_exceed_max_tokens(most: dict[str, int]) -> None:
     assert completion(min_tokens=16, max_tokens=16).min_tokens == 16
-    with pytest.raises(WireError, match="must not exceed max_tokens") as caught:
+    with pytest.raises(WireError, match="must be at most max_tokens") as caught:
         completion(min_tokens=21, **most)
     assert caught.value.param == "min_tokens"
 

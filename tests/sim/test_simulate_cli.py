@@ -104,7 +104,7 @@ def test_groups_of_any_size_are_predicted(policy: str, option: str, capsys: pyte
 @pytest.mark.parametrize(
     ("policy", "option", "words"),
     [
-        ("fixed-sp", "sp=5", "sp(5) does not divide 6 instances into groups: choose one that does"),
+        ("fixed-sp", "sp=5", "sp(5) does not divide 6 instances into groups: choose a divisor"),
         ("fixed-sp", "sp=7", "sp size 7 is more than the 6 instances"),
         ("tetris", "sp_sizes=1,7", "sp size 7 is more than the 6 instances"),
         ("tetris", "sp_sizes=0,1", "sp_sizes ascend from at least 1"),
@@ -267,7 +267,7 @@ def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "--hardware must be a name that longspan estimate knows, if no profile is given"),
+        ((), "--hardware must be a name that longspan estimate knows, if no --profile is given"),
         (("--profile", "nowhere.json", "--rate", "1"), "nowhere.json"),
         (("--hardware", "a1", "--rate", "1"), "a100-sxm-80g"),
         (("--hardware", "l4", "--profile", "P"), "--hardware l4 and profile exclude each other: give one of them"),
@@ -297,7 +297,7 @@ def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("--profile", "P", "--profile-improvement-rates"), "needs --rate: give the highest expected rate"),
         (("--profile", "P", "--rate", "inf", "--find-max-rate"), "varies the time between them: give a number"),
         (("--profile", "P", "--workload", "huge", "--rate", "1"), "none of short, medium, long, nor a file"),
-        (("--profile", "P"), "give rate"),
+        (("--profile", "P"), "give --rate"),
         (("--profile", "P", "--rate", "0"), "--rate must be above 0"),
         (("--profile", "P", "--rate", "1", "--num-requests", "0"), "--num-requests must be at least 1"),
         (("--profile", "P", "--rate", "1", "--turns", "0"), "--turns must be at least 1"),
@@ -313,8 +313,11 @@ def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
             ("--profile", "P", "--rate", "1", "--policy", "best"),
             "--policy 'best' is unknown: choose from auto, chunked",
         ),
-        (("--profile", "P", "--rate", "1", "--policy", "context", "-o", "x=1"), "has no option 'x'"),
-        (("--profile", "P", "--rate", "1", "--report", "no/where.html"), "the folder 'no' does not exist"),
+        (
+            ("--profile", "P", "--rate", "1", "--policy", "context", "-o", "x=1"),
+            "--policy-option x: policy context has no such option",
+        ),
+        (("--profile", "P", "--rate", "1", "--report", "no/where.html"), "--report 'no/where.html' cannot be written"),
         (
             ("--profile", "P", "--rate", "1", "--gpus-per-host", "4", "--policy", "context", "-o", "threshold=9"),
             "4 inst",
@@ -356,7 +359,7 @@ def test_a_result_that_cannot_be_written_is_reported(
     base = ("--profile", str(profile), "--policy", "context", "--gpus-per-host", "2")
     options = (*base, "--rate", "1", "--num-requests", "2")
     assert run("simulate", "smollm2-135m", *options, flag, str(tmp_path)) == 2
-    assert f"{flag} {str(tmp_path)!r} cannot be written: Is a directory" in capsys.readouterr().err
+    assert f"{flag} {str(tmp_path)!r} cannot be written (Is a directory)" in capsys.readouterr().err
 
 
 def test_a_page_needs_the_library_that_draws(
@@ -536,7 +539,7 @@ def test_a_trace_that_is_too_short(profile: Path, tmp_path: Path, capsys: pytest
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,9,9\n1,9,9\n")
     options = ("--profile", str(profile), "--workload", str(trace), "--num-requests", "3")
     assert run("simulate", "smollm2-135m", *options) == 2
-    assert "holds 2 requests, but 3 needed" in capsys.readouterr().err
+    assert "holds 2 requests, but --num-requests is 3" in capsys.readouterr().err
 
 
 def test_offline_all_requests_are_there_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
@@ -558,4 +561,4 @@ def test_offline_all_requests_are_there_at_the_start(capsys: pytest.CaptureFixtu
     assert run("simulate", "smollm2-135m", *options, *turns, "-o", "strict=true", "--offline") == 0
     assert "phase_decode" in capsys.readouterr().out
     assert run("simulate", "smollm2-135m", *options, "--offline", "--rate", "2") == 2
-    assert "--rate 2 excludes offline" in capsys.readouterr().err
+    assert "--rate 2 excludes --offline" in capsys.readouterr().err

@@ -105,12 +105,18 @@ def test_compared_policies_have_a_column_each(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--policy", "chunked,context", "-o", "sp=4"), "none of chunked, context has option 'sp': their options are"),
+        (
+            ("--policy", "chunked,context", "-o", "sp=4"),
+            "--policy-option sp: none of chunked, context has it: their options are",
+        ),
         (("--policy", "chunked,best"), "--policy 'best' is unknown: choose from auto, chunked"),
         (("--policy", "auto,auto"), "--policy auto,auto repeats a policy"),
         (("--policy", "context,context"), "--policy context,context repeats a policy"),
         (("--policy", "context,fixed-sp"), "sp must be 1 or more: give the number of instances"),
-        (("--policy", "chunked", "--exchange", "ring_kv"), "policy chunked has no option 'exchange'"),
+        (
+            ("--policy", "chunked", "--exchange", "ring_kv"),
+            "--policy-option exchange: policy chunked has no such option",
+        ),
         (("--policy", "tetris,chunked", "--profile-improvement-rates"), "--policy must be tetris"),
         (("--profile-improvement-rates", "--slo-tbt", "1"), "--slo-tbt is for a single run"),
         (("--slo-ttft", "0"), "--slo-ttft must be above 0 seconds, but 0.0 given"),

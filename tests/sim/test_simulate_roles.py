@@ -57,8 +57,8 @@ def test_decodes_of_csps_do_not_wait_for_prompts_of_other_instances() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--prefill-parallel", "4"), "--prefill-parallel '4' needs decode_parallel, too"),
-        ((*ROLES, "--parallel", "8"), "--parallel and prefill_parallel exclude each other"),
+        (("--prefill-parallel", "4"), "--prefill-parallel '4' needs --decode-parallel, too"),
+        ((*ROLES, "--parallel", "8"), "--parallel and --prefill-parallel exclude each other"),
         (("--prefill-parallel", "4", "--decode-parallel", "tp2"), r"instances\(4\) * tp(1) + instances(1) * tp(2) = 6"),
         (("--transfer-backends", "2"), "--transfer-backends 2 is for instances that decode only"),
         ((*ROLES, "--transfer-backends", "0"), "--transfer-backends must be at least 1, but 0 given"),
