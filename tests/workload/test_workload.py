@@ -160,7 +160,7 @@ def test_bad_traces(name: str, text: str, words: str, trace: Write) -> None:
 def test_more_bad_traces(tmp_path: Path, trace: Write) -> None:
     with pytest.raises(ValueError, match=r"cannot be read \(No such file"):
         read_trace(tmp_path / "none.csv")
-    with pytest.raises(ValueError, match="holds 2 requests, but 3 needed"):
+    with pytest.raises(ValueError, match="holds 2 requests, but `num_requests` is 3"):
         read_trace(trace("m.jsonl", MOONCAKE), num=3)
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(MOONCAKE.encode() * 1000)[:60])
