@@ -26,6 +26,7 @@ acceptable for tests and demonstrations. Ranks on other devices count, too, sinc
 _HOSTS = "LONGSPAN_HOSTS"
 _devices = partial(Option, group="Devices and weights", configures=True)
 _memory = partial(Option, group="Scheduling and memory", configures=True)
+_file = partial(Option, group="Files at the end", configures=True)
 
 ParametersT = ParamSpec("ParametersT")
 SelfT = TypeVar("SelfT")
@@ -88,6 +89,10 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
     step_timeout_s: Annotated[
         float, _memory("Seconds after which a busy rank without a finished step is lost.", minimum=0.001)
     ] = 300.0
+    trace: Annotated[str | None, _file("A trace of the run for Perfetto or Chrome.", metavar="FILE.json")] = None
+    report: Annotated[
+        str | None, _file("A page with pictures of the run, by longspan[report].", metavar="FILE.html")
+    ] = None
     seed: int = 0
     record_times: bool = False
 
@@ -105,6 +110,10 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
         if not self.step_timeout_s > 0:
             problem = f"must be more than 0, but {self.step_timeout_s} given"
             raise ParameterError("step_timeout_s", problem, self.step_timeout_s)
+        if self.trace is not None or self.report is not None:
+            from longspan.extras.files import check_recording  # noqa: PLC0415 - few runs are recorded
+
+            check_recording(self.trace, self.report)
         cluster = parse_parallel(
             self.parallel,
             self.prefill_parallel,

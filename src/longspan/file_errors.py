@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 
@@ -38,3 +39,15 @@ def unwritten(path: Path | str, error: OSError) -> str:
         case _:
             remedy = "give another file"
     return f"{str(path)!r} cannot be written ({error.strerror}): {remedy}"
+
+
+def why_unwritable(path: Path) -> str | None:
+    """Return the problem, with the remedy, of a file that cannot be written after a run, or None."""
+    folder, number = path.absolute().parent, 0
+    if not folder.is_dir():
+        number = errno.ENOENT
+    elif path.is_dir():
+        number = errno.EISDIR
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        number = errno.EACCES
+    return unwritten(path, OSError(number, os.strerror(number))) if number else None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -16,12 +15,10 @@ from longspan.args import EngineArgs
 from longspan.core.checks import check_text
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
-from longspan.core.kv_record import KvRecord
 from longspan.core.options import PolicySettings
 from longspan.core.sparse import is_tuned
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
-from longspan.model.files import ModelFiles, cache_root
-from longspan.model.store import DTYPES
+from longspan.model.files import ModelFiles
 from longspan.pool_sizes import by_rule, measures_memory, memory_remedy, unbounded
 from longspan.resolve import ResolvedEngine, check_windows, kernels_of
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor
@@ -32,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from longspan.core.fleets import Fleet
+    from longspan.extras.recording import Recorder
     from longspan.runtime.disk_pool import DiskPool
     from longspan.runtime.host_pool import HostMemory
 
@@ -41,7 +39,7 @@ _log = logging.getLogger("longspan")
 
 
 class Service:
-    """A model served by workers, in processes or threads. `close` stops them.
+    """A model served by workers, in processes or threads. `close` stops them, and writes the files of a recording.
 
     Args:
         given: the options of its engine.
@@ -62,6 +60,7 @@ class Service:
         max_worker_restarts: int | None = None,
     ) -> None:
         self._launcher, self._max_worker_restarts = launcher or _processes, max_worker_restarts
+        self.recorder: Recorder | None = None
         with ExitStack() as acquired:
             self._open(given, acquired)
             self._acquired = acquired.pop_all()  # `close` releases the resources from now on
@@ -76,12 +75,10 @@ class Service:
         self._host_memory: list[HostMemory] = []
         self._disks: dict[int, DiskPool] = {}
         if cluster.host_blocks:
-            from longspan.runtime.host_pool import HostMemory  # noqa: PLC0415 - needed with a host tier only
+            from longspan.host_tiers import map_hosts, open_disks  # noqa: PLC0415 - needed with a host tier only
 
-            sizes = (num_blocks * self.block_bytes for num_blocks in cluster.host_blocks)
-            self._host_memory = [acquired.enter_context(closing(HostMemory(size))) for size in sizes]
-        if cluster.disk_blocks:
-            self._disks = _open_disks(given, self.files, setup.model.record, cluster, self._host_memory, acquired)
+            self._host_memory = map_hosts(cluster, self.block_bytes, acquired)
+            self._disks = open_disks(given, self.files, setup.model.record, cluster, self._host_memory, acquired)
         hosts_attend = given.device != "cpu" and bool(cluster.host_blocks)
         self._worker_config = WorkerConfig(
             files=self.files,
@@ -118,7 +115,10 @@ class Service:
         vocab_size = self.info.vocab_size
         self.input_processor = InputProcessor(tokenizer=tokenizer, vocab_size=vocab_size, max_model_len=max_len)
         saved = [disk.contents() for disk in self._disks.values()]
-        self.engine = Engine(policy=policy, executor=self.executor, clock=MonotonicClock(), config=config, saved=saved)
+        self._clock = MonotonicClock()
+        self.engine = Engine(policy=policy, executor=self.executor, clock=self._clock, config=config, saved=saved)
+        if given.trace is not None or given.report is not None:
+            self.start_recording()
 
     def _with_given_pools(self, cluster: Cluster) -> WorkerExecutor:
         """Start the workers. Raise ValueError if memory for the model or the pools is missing."""
@@ -204,6 +204,13 @@ class Service:
         policy, choice = self.setup.policy, self.setup.choice
         policy.update(options)
         self.setup = replace(self.setup, choice=choice.updated(policy))
+
+    def start_recording(self) -> None:
+        """Record requests and steps from now on, see `Recorder`. Does nothing if they are recorded already."""
+        if self.recorder is None:
+            from longspan.extras.recording import Recorder  # noqa: PLC0415 - few runs are recorded
+
+            self.recorder = Recorder(self.engine, self.executor, self._clock.now)
 
     def restart(self) -> None:
         """Replace all workers. Every request resumes. Raise WorkerLostError if a worker does not start."""
@@ -302,7 +309,7 @@ class Service:
             disk.clear()
 
     def close(self) -> None:
-        """Save KV to disks, stop the workers and release the memory of hosts. Can be called again."""
+        """Save KV to disks, stop the workers, and write the files of a recording. Can be called again."""
         self.executor.wakeup = None
         if self._disks and not self.executor.closed:
             with suppress(WorkerLostError):
@@ -310,6 +317,8 @@ class Service:
                     _log.warning("some KV was not saved, since that takes more than %g s", _SETTLE_S)
         self.executor.close()
         self._acquired.close()
+        if self.recorder is not None:
+            self.recorder.write(self.setup.policy.name, self.setup.given)
 
 
 def _processes(config: WorkerConfig) -> Launcher:
@@ -322,26 +331,3 @@ def _load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
     from longspan.text.tokenizer import load_tokenizer  # noqa: PLC0415 - not for token ids alone
 
     return load_tokenizer(files)
-
-
-def _open_disks(
-    given: EngineArgs,
-    files: ModelFiles,
-    record: KvRecord,
-    cluster: Cluster,
-    host_memory: Sequence[HostMemory],
-    acquired: ExitStack,
-) -> dict[int, DiskPool]:
-    """Open the pool on the disk of each host, by its number. Each model, block size and host has its own folder."""
-    from longspan.runtime.disk_pool import DiskPool  # noqa: PLC0415 - needed with a disk tier only
-    from longspan.runtime.host_pool import map_blocks  # noqa: PLC0415
-
-    model, dtype = f"{files.weights.parent.name}-{given.block_size}", DTYPES[files.dtype]
-    folder = cache_root() / "kv" if given.disk_kv_dir is None else Path(given.disk_kv_dir).expanduser()
-    disks = {}
-    for host, (pool, num_blocks) in enumerate(zip(cluster.disk_pools, cluster.disk_blocks, strict=True)):
-        size, memory = cluster.host_blocks[host], host_memory[host].path
-        blocks = map_blocks(memory, record, num_blocks=size, block_size=given.block_size, dtype=dtype)
-        path = folder / model / f"host-{host}"
-        disks[pool] = acquired.enter_context(closing(DiskPool(path, model, num_blocks=num_blocks, host=blocks)))
-    return disks

@@ -83,6 +83,8 @@ def test_defaults_are_the_documented_ones() -> None:
         "target_ttft": None,
         "target_tbt": None,
         "record_times": False,
+        "trace": None,
+        "report": None,
         "seed": 0,
         "skip_tokenizer_init": False,
         "trust_remote_code": False,
@@ -116,7 +118,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "--max-model-len 4096 --block-size 512 "
         "--max-num-batched-tokens 1024 --max-num-seqs 4 --kv-cache-memory-bytes 1000000 --num-gpu-blocks-override 7 "
         "--host-kv-gib 1.5 --disk-kv-gib 2.5 --disk-kv-dir some/kv --no-enable-prefix-caching "
-        "--no-async-scheduling --step-timeout 33.5"
+        "--no-async-scheduling --step-timeout 33.5 --trace run.json --report run.html"
     )
     assert run(*line.split(), "--prompt-file", str(prompt_file)) == 0
     llm = FakeLLM.last
@@ -165,6 +167,8 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "target_ttft": None,
         "target_tbt": None,
         "record_times": False,
+        "trace": "run.json",
+        "report": "run.html",
         "seed": 11,
         "skip_tokenizer_init": False,
         "trust_remote_code": False,

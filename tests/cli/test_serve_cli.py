@@ -90,6 +90,8 @@ VALUES: dict[str, str | list[str]] = {
     "enable_prefix_caching": "false",
     "async_scheduling": "false",
     "step_timeout": "33.5",
+    "trace": "run.json",
+    "report": "run.html",
     "max_body_bytes": "5000",
     "max_nesting": "5",
     "max_elements": "5001",

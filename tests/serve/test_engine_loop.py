@@ -27,6 +27,7 @@ from longspan.core.policy import Policy
 from longspan.core.regrouping import Change
 from longspan.core.steps import Completion, Step
 from longspan.errors import OutOfMemoryError, WorkerLostError
+from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 from longspan.serve import engine_loop
 from longspan.serve.engine_loop import EngineLoop
@@ -87,6 +88,7 @@ class Cluster:
     block_bytes = 100
     policy_settings = PolicySettings(name="context", options={})
     max_model_len = _CAPACITY
+    facts = Facts()
 
     def __init__(self, num_instances: int) -> None:
         self.clock = VirtualClock()

@@ -64,6 +64,7 @@ def test_answers_to_random_requests_follow_the_document(
     client: Client, operations: list[Any], mode: GenerationMode
 ) -> None:
     usual = client.good_answer()
+    assert client.ask("POST", "/admin/timeline", {"recording": True}).status == 200
     seen: dict[str, Counter[int]] = defaultdict(Counter)
     for operation in operations:
         if mode.is_negative and not operation.body:

@@ -23,7 +23,8 @@ from longspan.core.layouts import shard_span
 from longspan.core.runs import Run, SpanShards
 from longspan.core.steps import Forward, Part
 from longspan.extras import timeline
-from longspan.extras.timeline import Record, Timeline, chrome_trace
+from longspan.extras.timeline import Record, Timeline
+from longspan.extras.trace import chrome_trace
 from longspan.policy.registry import make_policy
 from longspan.sim.executor import StepTiming, apply_slowdown
 from longspan.sim.run import Observers, Result, simulate

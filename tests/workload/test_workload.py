@@ -140,7 +140,7 @@ def test_lines_of_failed_requests_are_left_out_and_counted(trace: Write, caplog:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("a.txt", "x", "must end in .csv, .csv.gz, .jsonl or .jsonl.gz"),
+        ("a.txt", "x", "must end in .csv, .csv.gz, .jsonl, .jsonl.gz, or be recorded"),
         ("a.csv", "a,b\n1,2\n", "has the columns a, b, which is no known format"),
         ("a.csv", "", "holds 0 requests, but at least 1 is needed"),
         ("a.csv", "num_prefill_tokens,num_decode_tokens\n1,2\n3\n", "line 3 of trace .* TypeError"),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longspan.file_errors import unwritten
+from longspan.file_errors import unwritten, why_unwritable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,15 +29,8 @@ def number_table(title: str, *columns: str) -> Table:
 
 def check_writable(flag: str, path: Path) -> None:
     """Raise ValueError, before a run, for a file that cannot be written after it."""
-    folder, number = path.absolute().parent, 0
-    if not folder.is_dir():
-        number = errno.ENOENT
-    elif path.is_dir():
-        number = errno.EISDIR
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        number = errno.EACCES
-    if number:
-        raise ValueError(f"{flag} {unwritten(path, OSError(number, os.strerror(number)))}")
+    if (problem := why_unwritable(path)) is not None:
+        raise ValueError(f"{flag} {problem}")
 
 
 def write_result(flag: str, path: Path, content: str) -> None:

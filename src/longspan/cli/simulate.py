@@ -50,6 +50,14 @@ class ResultOptions:
         bool,
         _results("Only find the value for -o improvement_rates= of tetris, for up to --rate requests per second."),
     ] = False
+    replay: Annotated[
+        Path | None,
+        Option(
+            "Instead: the requests of a run that --trace recorded, which is shown alongside.",
+            group="Requests",
+            metavar="FILE.json",
+        ),
+    ] = None
     report: Annotated[Path | None, _results("A page with pictures. Needs longspan[report].", metavar="FILE.html")] = (
         None
     )
@@ -80,6 +88,9 @@ def simulate(
     from longspan.simulation import each_policy, make_experiment  # noqa: PLC0415 - other verbs need no engine
     from longspan.workload.requests import make_workload  # noqa: PLC0415
 
+    recorded = None if results.replay is None else _recorded(results.replay, workload)
+    if results.replay is not None:
+        workload = replace(workload, workload=str(results.replay))
     _check_results(results, workload, level)
     if faults.restart_s is not None and not faults.lost_at_s:
         raise ParameterError("restart_s", f"{faults.restart_s:g} needs a lost worker: give --lose-worker-at")
@@ -96,8 +107,8 @@ def simulate(
     _print_policies(experiments)
     if results.find_max_rate and len(experiments) > 1 and not level.is_given:
         note("each max_rate is relative to the policy's own light load: give --slo-ttft or --slo-tbt to compare")
-    numbers_of: dict[str, Numbers] = {}
-    records = []
+    records = [] if recorded is None else [recorded]
+    numbers_of: dict[str, Numbers] = {record.policy: {**record.result.summary(level)} for record in records}
     for experiment in experiments:
         name = experiment.scheduling.policy if len(experiments) > 1 else experiment.policy().name
         record, numbers_of[name] = _run(experiment, requests, workload, level, results, name)
@@ -109,6 +120,26 @@ def simulate(
         _write_pictures(results, records, [*map(_flat, numbers_of.values())], settings, cluster)
     _print(experiments, numbers_of, as_json=results.as_json)
     return 0 if all(record.result.served for record in records) else 1
+
+
+def _recorded(path: Path, workload: WorkloadSpec) -> Record:
+    """Read the recording of a run, which is named after its policy.
+
+    Raises:
+        ParameterError: it cannot be read, or other options describe requests.
+    """
+    from longspan.extras.trace import read_record  # noqa: PLC0415 - few simulations replay a run
+
+    for name, (option, _) in options_of(WorkloadSpec).items():
+        if getattr(workload, name) != getattr(WorkloadSpec(), name):
+            raise ParameterError("replay", f"{path} has its own requests: leave out --{option.flag(name)}", path)
+    try:
+        record = read_record(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ParameterError("replay", f"{str(path)!r} cannot be read: {error}", path) from None
+    if not record.result.served:
+        raise ParameterError("replay", f"{str(path)!r} has no finished request: give a longer recording", path)
+    return replace(record, policy=f"recorded {record.policy}")
 
 
 def _warn(experiments: Sequence[Experiment]) -> None:
@@ -129,9 +160,13 @@ def _print_policies(experiments: Sequence[Experiment]) -> None:
 
 def _print(experiments: Sequence[Experiment], numbers_of: Mapping[str, Numbers], *, as_json: bool) -> None:
     """Print the resolved cluster and the numbers of each policy."""
-    clusters = dict(zip(numbers_of, (experiment.resolved for experiment in experiments), strict=True))
+    simulated = list(numbers_of)[-len(experiments) :]  # after a recorded run
+    clusters = dict(zip(simulated, (experiment.resolved for experiment in experiments), strict=True))
     if as_json:
-        objects = {name: {**numbers, "cluster": clusters[name].as_json()} for name, numbers in numbers_of.items()}
+        objects: dict[str, object] = {
+            name: {**numbers, "cluster": clusters[name].as_json()} if name in clusters else numbers
+            for name, numbers in numbers_of.items()
+        }
         print(json.dumps(objects if len(objects) > 1 else next(iter(objects.values())), allow_nan=False))
         return
     print(f"cluster: {experiments[0].fleet}")
@@ -311,7 +346,7 @@ def _write_pictures(
         page = html_report(records, numbers, settings, hardware=cluster.hardware, attention=attention)
         write_result("--report", results.report, page)
     if results.trace is not None:
-        from longspan.extras.timeline import chrome_trace  # noqa: PLC0415
+        from longspan.extras.trace import chrome_trace  # noqa: PLC0415
 
         write_result("--trace", results.trace, chrome_trace(records))
         for record in records:

@@ -20,6 +20,7 @@ from longspan.core.steps import Content, Executor
 from longspan.core.view import ClusterView, Plan
 
 if TYPE_CHECKING:  # types alone
+    from longspan.core.observer import Observer
     from longspan.core.regrouping import Change, Regrouping
     from longspan.core.transitions import Transition
 
@@ -122,6 +123,10 @@ class Engine:
     @property
     def _is_settling(self) -> bool:
         return self.kv.is_copying or (self._regrouping is not None and self._regrouping.state == "switching")
+
+    def observe(self, observer: Observer | None) -> None:
+        """Report requests and steps to an observer from now on. None ends the reports."""
+        self._ranks.observer = observer
 
     def load(self) -> Load:
         return Load.of(self._queues, self.kv, self.config.cluster, self._clock.now())
@@ -240,6 +245,8 @@ class Engine:
     def _poll(self, timeout_s: float | None) -> None:
         """Take completions: of a move at once, of a Forward in the order of steps."""
         for done in self._ranks.executor.poll(timeout_s):
+            if self._ranks.observer is not None:
+                self._ranks.observer.completed(done)
             self.counts.bytes_sent.update(done.bytes_sent)
             regrouping = self._regrouping
             if regrouping is not None and (change := regrouping.complete(done, self._clock.now())) is not None:

@@ -51,6 +51,8 @@ class Lifecycle:
         self._requests[request.id] = request
         self._waiting.add(request)
         self._policy.arrived(request)
+        if self._ranks.observer is not None:
+            self._ranks.observer.arrived(request)
 
     def admit(self, loads: Sequence[ScheduledPart], parts: Sequence[ScheduledPart]) -> None:
         """Admit the waiting requests of a plan, and allocate the blocks that the plan asks for."""
@@ -228,6 +230,8 @@ class Lifecycle:
             self._policy.ended(request)
             self._queues.remove(request)
             self._kv.end(request)
+            if self._ranks.observer is not None:
+                self._ranks.observer.ended(request, reason)
         if request.finish_reason is None or (request.finish_reason, reason) == ("length", "stop"):
             request.finish_reason = reason
         if not request.in_flight:

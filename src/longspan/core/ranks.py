@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import count
+from typing import TYPE_CHECKING
 
 from longspan.core.blocks import BlockRef
 from longspan.core.steps import Executor, Forward, Free, MoveKV, Reshard
+
+if TYPE_CHECKING:  # types alone
+    from longspan.core.observer import Observer
 
 
 class Ranks:
@@ -15,17 +19,21 @@ class Ranks:
     Attributes:
         executor: takes the steps, and returns their completions.
         number: returns the next step's number.
+        observer: records requests and steps. None without a recording.
     """
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.number = count(1).__next__
+        self.observer: Observer | None = None
         self._known: set[int] = set()  # requests with a part on ranks, or a move to a decode instance
 
     def restart(self, executor: Executor) -> None:
         """Use new workers, which know no request."""
         self.executor = executor
         self._known.clear()
+        if self.observer is not None:
+            self.observer.lost(executor)
 
     def send(self, *steps: Forward | MoveKV | Reshard) -> None:
         for step in steps:
@@ -33,6 +41,8 @@ class Ranks:
                 self._known.update([part.request_id for part in step.parts])
             elif isinstance(step, MoveKV) and step.way == "across":
                 self._known.add(step.request_id)
+            if self.observer is not None:
+                self.observer.sent(step)
             self.executor.submit(step)
 
     def free(self, *request_ids: int, cleared: Iterable[tuple[BlockRef, int]]) -> None:

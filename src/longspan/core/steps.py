@@ -298,9 +298,11 @@ class Executor(Protocol):
     Attributes:
         wakeup: an object that the host can wait for, such as a zmq socket. When it is readable, `poll` returns early
             with an empty list. Its owner sets it, None if there is none. Simulations ignore it.
+        ended: gets a rank and the number of a step when the rank has computed its share. None without a recording.
     """
 
     wakeup: Any
+    ended: Any
 
     def submit(self, step: Step) -> None:
         """Send a step to its ranks, without waiting for them."""

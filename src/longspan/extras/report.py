@@ -1,4 +1,4 @@
-"""The HTML page of a simulation: settings, metrics, slowest requests and charts, with all policies side by side.
+"""The HTML page of simulated or recorded runs: settings, metrics, slowest requests and charts, side by side.
 
 Importing this module needs plotly, which is optional and slow to import.
 """
@@ -8,17 +8,17 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.core.cluster import Cluster
 from longspan.core.quantities import number, quantity, seconds
 from longspan.cost import catalog
 from longspan.cost.catalog import Kernels
 from longspan.errors import ParameterError
-from longspan.extras.timeline import Block, Record, Timeline, TimeSplit, Transfer, roles_of
+from longspan.extras.timeline import Block, Record, Timeline, TimeSplit, roles_of
 from longspan.sim.run import Served, percentile
 
 try:
@@ -55,20 +55,21 @@ def html_report(
     numbers: Sequence[Mapping[str, float | None]],
     settings: Mapping[str, object],
     *,
-    hardware: str | None,
-    attention: Kernels,
+    hardware: str | None = None,
+    attention: Kernels = "flash",
 ) -> str:
     """Return the page.
 
     Args:
-        records: one for each policy.
-        numbers: the printed metrics of each policy.
-        settings: the settings of the simulation, by name.
-        hardware: the device whose data sheet gives the times of steps. None for measured times.
+        records: one for each policy, or for each run.
+        numbers: the printed metrics of each record.
+        settings: the settings of the runs, by name.
+        hardware: the device whose data sheet gives the times of simulated steps. None for measured times.
         attention: the attention kernels of the cost model.
     """
     policies = [record.policy for record in records]
-    title = f"longspan simulate: {settings['model']}, {', '.join(policies)}"
+    simulated = [record.policy for record in records if not record.is_recorded]
+    title = f"longspan {'simulate' if simulated else 'recording'}: {settings['model']}, {', '.join(policies)}"
     parts = [
         "<!DOCTYPE html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
@@ -76,7 +77,7 @@ def html_report(
         f"<h1>{html.escape(title)}</h1>",
         _table((), [(name, _words(value)) for name, value in settings.items()]),
         _compared(policies, numbers),
-        _accuracy(hardware, attention, policies),
+        *([_accuracy(hardware, attention, simulated)] if simulated else []),
         _slowest(records),
     ]
     for name, note, figure in _figures(records):
@@ -201,7 +202,7 @@ def _figures(records: Sequence[Record]) -> list[tuple[str, str, Figure]]:
 def _over_time(records: Sequence[Record]) -> tuple[str, Figure]:
     """Plot all charts over time: the instances of each policy, then TTFTs, the queue and KV of all policies."""
     named, note = len(records) > 1, ""
-    names = [_names(record.cluster) for record in records]
+    names = [_names(record) for record in records]
     heights = [_ROW_PX * len(rows) + 20 for rows in names] + 3 * [_LINE_PX]
     titles = [record.policy if named else "" for record in records]
     titles += ["TTFT, by arrival", "Waiting requests", "KV blocks, held and cached"]
@@ -215,8 +216,8 @@ def _over_time(records: Sequence[Record]) -> tuple[str, Figure]:
     )
     for row, (record, shown) in enumerate(zip(records, names, strict=True), start=1):
         bars, note = _shown(record.timeline, _MAX_BARS // len(records))
-        figure.add_trace(_gantt(bars, record.cluster), row, 1)
-        figure.add_trace(_moved(record.timeline.transfers[:_MAX_BARS], record.cluster), row, 1)
+        figure.add_trace(_gantt(bars, record), row, 1)
+        figure.add_trace(_moved(record), row, 1)
         axis = {"tickvals": list(range(len(shown))), "ticktext": shown, "autorange": "reversed"}
         figure.update_yaxes(title="instance", **axis, row=row, col=1)
     for colour, record in zip(_COLOURS * len(records), records, strict=False):
@@ -241,8 +242,8 @@ def _kv(record: Record) -> list[Scatter]:
     lines = []
     for role in roles_of(record.cluster):
         prefix = "" if role == "all" else f"{role} "
-        held = [100 * moment.held[role] for moment in record.timeline.moments]
-        cached = [100 * moment.cached[role] for moment in record.timeline.moments]
+        held = [100 * moment.held.get(role, 0.0) for moment in record.timeline.moments]
+        cached = [100 * moment.cached.get(role, 0.0) for moment in record.timeline.moments]
         both = [sum(pair) for pair in zip(held, cached, strict=True)]
         lines.append(_steps(record, held, f"{prefix}held", _LINES[role]))
         lines.append(_steps(record, both, f"{prefix}held or cached", "dot"))
@@ -351,14 +352,15 @@ def _shown(timeline: Timeline, max_blocks: int) -> tuple[Sequence[Block], str]:
 
 
 def _joined(blocks: Sequence[Block]) -> list[Block]:
-    """Join consecutive decodes of a stage with equally many requests."""
+    """Join consecutive decodes of a stage by the same group with equally many requests."""
     joined: list[Block] = []
     last: dict[tuple[int, int], int] = {}  # by instance and stage: the index of its latest block
     for block in blocks:
         row = block.instance, block.stage
         before = joined[last[row]] if row in last else None
-        both_decode = before is not None and block.index is None is before.index and block.stop == before.stop
-        if before is not None and both_decode and block.start_s - before.end_s < _SAME_TIME_S:
+        both_decode = before is not None and block.index is None is before.index
+        is_alike = before is not None and (block.stop, block.group) == (before.stop, before.group)
+        if before is not None and both_decode and is_alike and block.start_s - before.end_s < _SAME_TIME_S:
             joined[last[row]] = replace(before, end_s=block.end_s)
         else:
             last[row] = len(joined)
@@ -366,18 +368,20 @@ def _joined(blocks: Sequence[Block]) -> list[Block]:
     return joined
 
 
-def _names(cluster: Cluster) -> list[str]:
+def _names(record: Record) -> list[str]:
+    cluster = record.cluster
     if not cluster.has_roles:
-        return cluster.row_names
-    roles = ["prefill" if instance in cluster.prefill else "decode" for instance, _ in cluster.rows]
-    return [f"{role} {name}" for role, name in zip(roles, cluster.row_names, strict=True)]
+        return list(record.rows.values())
+    roles = ["prefill" if instance in cluster.prefill else "decode" for instance, _ in record.rows]
+    return [f"{role} {name}" for role, name in zip(roles, record.rows.values(), strict=True)]
 
 
-def _gantt(blocks: Sequence[Block], cluster: Cluster) -> Bar:
+def _gantt(blocks: Sequence[Block], record: Record) -> Bar:
+    rows = {pair: number for number, pair in enumerate(record.rows)}
     wide_s = _LABELLED_PART * max((block.end_s for block in blocks), default=0.0)
     return Bar(
         orientation="h",
-        y=[cluster.rows[block.instance, block.stage] for block in blocks],
+        y=[rows[block.instance, block.stage] for block in blocks],
         base=[block.start_s for block in blocks],
         x=[block.end_s - block.start_s for block in blocks],
         marker={
@@ -394,12 +398,14 @@ def _gantt(blocks: Sequence[Block], cluster: Cluster) -> Bar:
     )
 
 
-def _moved(transfers: Sequence[Transfer], cluster: Cluster) -> Bar:
-    """Plot transfers as thin bars at the lower edge of the receiving instances."""
-    bars = [(target, move) for move in transfers for target in move.targets]
+def _moved(record: Record) -> Bar:
+    """Plot transfers between instances as thin bars at the lower edge of the receiving instances."""
+    rows = {pair: number for number, pair in enumerate(record.rows)}
+    transfers = islice((move for move in record.timeline.transfers if move.way == "across"), _MAX_BARS)
+    bars = [(target, move) for move in transfers for target in move.targets if (target, 0) in rows]
     return Bar(
         orientation="h",
-        y=[cluster.rows[target, 0] for target, _ in bars],
+        y=[rows[target, 0] for target, _ in bars],
         base=[move.start_s for _, move in bars],
         x=[move.end_s - move.start_s for _, move in bars],
         width=0.2,

@@ -72,7 +72,7 @@ def make_app(server: Server) -> FastAPI:
             allow_origins=settings.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "x-should-retry", "retry-after"),
+            expose_headers=("x-request-id", "x-should-retry", "retry-after", "x-expected-ttft"),
         )
     app.add_middleware(RequestContext, root_path=settings.root_path, intake=server.intake)
     return app
@@ -113,6 +113,7 @@ def body_schemas() -> dict[str, Any]:
         requests.DetokenizeRequest,
         requests.PolicyUpdate,
         requests.Parallel,
+        requests.Recording,
     )
     inputs: Any = [(body, "validation") for body in bodies]
     _, schema = models_json_schema(inputs, ref_template="#/components/schemas/{model}")
@@ -193,6 +194,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The queue is full, or the server is starting or stopping. Try again after `retry-after` seconds.",
         504: "The request took longer than its timeout.",
     }.items()
+}
+_SECONDS = {
+    "name": "seconds",
+    "in": "query",
+    "description": "The trace has the last seconds of the recording.",
+    "schema": {"type": "number", "exclusiveMinimum": 0, "default": 60},
 }
 _EVENTS = {
     "type": "object",
@@ -275,6 +282,18 @@ def _add_admin(app: FastAPI, server: Server) -> None:
         """Return the parallel spec of the instances that serve."""
         return _json({"parallel": server.engine.parallel})
 
+    recorded = _read_only(dict[str, Any]) | {"openapi_extra": {"parameters": [_SECONDS]}}
+    recorded["responses"] |= {
+        400: _ERRORS[400],
+        409: {"model": schemas.ErrorBody, "description": "Nothing is recorded."},
+    }
+
+    @app.get("/admin/timeline", **recorded)
+    async def timeline(request: Request) -> Response:
+        """Return a Perfetto trace of the last seconds, if requests and steps are recorded."""
+        server.check_serving()
+        return Response(await server.timeline(request), media_type="application/json")
+
     if not server.settings.api_keys:
         return  # clients cannot change a server without keys, see the message in `_handle_errors`
 
@@ -296,9 +315,16 @@ def _add_admin(app: FastAPI, server: Server) -> None:
         server.check_serving()
         return _json((await server.reshard(request, body)).model_dump())
 
+    @app.post("/admin/timeline", **_described(requests.Recording, requests.Recording, tag="admin"))
+    async def set_recording(request: Request) -> Response:
+        """Start or stop to record requests and steps of the engine."""
+        body = await server.parse(request, requests.Recording)
+        server.check_serving()
+        return _json((await server.set_recording(request, body)).model_dump())
 
-def _read_only(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the description of a route that returns settings of the engine."""
+
+def _read_only(model: type[Any]) -> dict[str, Any]:
+    """Return the description of a route that returns settings or a recording of the engine."""
     responses = {200: {"model": model}, 401: _ERRORS[401], 503: _ERRORS[503]}
     return {"tags": ["admin"], "responses": responses, "response_model": None}
 

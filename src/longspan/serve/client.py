@@ -25,6 +25,7 @@ _MAX_STARTS = 3
 _QUIT_TIMEOUT_S = 10.0
 _LAST_REPORTS_S = 0.2
 """Seconds in which the last reports of an engine core that has ended may arrive."""
+_Reply = PolicySettings | str | messages.Timeline
 _RESTART_TIMEOUT_S = 900.0
 """Longest silence, in seconds, of an engine core that starts new workers."""
 
@@ -55,7 +56,7 @@ class EngineClient:
         self._setup, self._numbers = setup, itertools.count()
         self._waiting: dict[int, tuple[OutputQueue, int]] = {}
         self._changes = _Changes()
-        self._replies: dict[int, asyncio.Future[PolicySettings | str]] = {}  # to commands, by their number
+        self._replies = _Replies()
         self._core: CoreProcess | None = None
         self._connected = False
         self._supervisor: asyncio.Task[None] | None = None
@@ -98,39 +99,31 @@ class EngineClient:
         return queue
 
     async def update_policy(self, options: dict[str, str | None]) -> PolicySettings:
-        """Change options of the policy, also for later engine cores. Return its new settings.
-
-        Raises:
-            ValueError: the engine refuses an option. Nothing has changed.
-            EngineLostError: the engine is not running, or is lost before it replies.
-        """
-        reply = await self._command(lambda number: messages.SetPolicy(number, options))
+        """Change options of the policy, also for later engine cores. Return its new settings. See `command`."""
+        reply = await self.command(lambda number: messages.SetPolicy(number, options))
         assert isinstance(reply, PolicySettings)
         return reply
 
     async def reshard(self, parallel: str) -> str:
         """Change the parallel spec while requests go on, also for later engine cores. Return the spec in force.
 
-        Raises:
-            ValueError: the engine refuses the spec, or another change is under way. Nothing has changed.
-            EngineLostError: the engine is not running, or is lost before it replies.
+        Only one change at a time is accepted, see `command`.
         """
-        reply = await self._command(lambda number: messages.SetParallel(number, parallel))
+        reply = await self.command(lambda number: messages.SetParallel(number, parallel))
         assert isinstance(reply, str)
         return reply
 
-    async def _command(self, command: Callable[[int], messages.Command]) -> PolicySettings | str:
-        """Send a command and wait for the engine core's reply."""
+    async def command(self, command: Callable[[int], messages.Command]) -> _Reply:
+        """Send a command and wait for the engine core's reply.
+
+        Raises:
+            ValueError: the engine core refuses it. Nothing has changed.
+            EngineLostError: the engine is not running, or is lost before it replies.
+        """
         if self._closing or not self._connected:
             raise EngineLostError(f"the engine is {self.state}")
-        number = next(self._numbers)
-        reply: asyncio.Future[PolicySettings | str] = asyncio.get_running_loop().create_future()
-        self._replies[number] = reply
-        self._send(command(number))
-        try:
-            return await reply
-        finally:
-            del self._replies[number]
+        self._send(command(number := next(self._numbers)))
+        return await self._replies.wait(number)
 
     async def close(self, at_once: asyncio.Event | None = None) -> None:
         """End the engine core and its workers, by force when `at_once` is set. Unfinished requests fail."""
@@ -201,9 +194,7 @@ class EngineClient:
             was_connected, self._core, self._connected = self._connected, None, False
             self.state = "restarting"
             lost = f"the engine core was lost{self._end_reason}"
-            for reply in self._replies.values():
-                if not reply.done():
-                    end_with(reply, EngineLostError(lost))
+            self._replies.fail_all(lost)
             if was_connected:
                 for queue in self._queues():  # requests that can be repeated wait for the next engine core
                     if self._closing or not queue.repeat():
@@ -241,9 +232,9 @@ class EngineClient:
         match report:
             case messages.StepOutputs():
                 self._handle_step(report)
-            case messages.Accepted(number) if number in self._waiting:
+            case messages.Accepted(number, expected_s) if number in self._waiting:
                 queue, index = self._waiting[number]
-                queue.accept(index)
+                queue.accept(index, expected_s)
             case messages.Failed():
                 self._handle_failure(report)
             case messages.PolicySet(settings, number):
@@ -253,19 +244,24 @@ class EngineClient:
                 if number is not None:
                     self._changes.parallel = parallel
                 self._handle_reply(number, parallel)
+            case messages.Timeline(number):
+                self._handle_reply(number, report)
             case messages.RequestLength(max_model_len):
                 self.on_length(max_model_len)
             case messages.Started() | messages.NotStarted():
                 self._handle_start(report)
             case messages.Ended(reason):
                 self._end_reason = f": {reason}"
-            case messages.Restarting(reason, is_replaced):
-                _log.error(
-                    "%s; %s", reason, "new workers are being started" if is_replaced else "the other instances continue"
-                )
-                self.state = "restarting"
-            case messages.Restarted():
-                self.state = "restarting" if self._changes.are_replayed else "serving"
+            case messages.Restarting() | messages.Restarted():
+                self._handle_restart(report)
+
+    def _handle_restart(self, report: messages.Restarting | messages.Restarted) -> None:
+        if isinstance(report, messages.Restarting):
+            follows = "new workers are being started" if report.is_replaced else "the other instances continue"
+            _log.error("%s; %s", report.reason, follows)
+            self.state = "restarting"
+        else:
+            self.state = "restarting" if self._changes.are_replayed else "serving"
 
     def _handle_start(self, report: messages.Started | messages.NotStarted) -> None:
         if isinstance(report, messages.Started):
@@ -293,6 +289,10 @@ class EngineClient:
                 queue, index = self._waiting[delta.id]
                 if queue.put(index, delta):
                     del self._waiting[delta.id]
+        for number, num_computed, num_prompt in outputs.progress:
+            if number in self._waiting:
+                queue, index = self._waiting[number]
+                queue.report(index, num_computed, num_prompt)
         if outputs.stats is not None:
             self.stats = outputs.stats
 
@@ -304,8 +304,8 @@ class EngineClient:
             reason, queue = failed.reason, self._waiting[failed.id][0]
             error = QueueFullError(reason) if failed.is_full else RequestFailedError(reason, failed.param, failed.code)
             self._fail(queue, error)
-        elif failed.id in self._replies and not self._replies[failed.id].done():
-            end_with(self._replies[failed.id], ValueError(failed.reason))
+        else:
+            self._replies.take(failed.id, ValueError(failed.reason))
 
     def _handle_settings(self, settings: PolicySettings, number: int | None) -> None:
         self.policy = settings
@@ -313,11 +313,11 @@ class EngineClient:
             self._changes.add(settings)
         self._handle_reply(number, settings)
 
-    def _handle_reply(self, number: int | None, value: PolicySettings | str) -> None:
+    def _handle_reply(self, number: int | None, value: _Reply) -> None:
         if number is None and self._changes.are_replayed:  # the engine core serves once it has replied to the changes
             self._changes.are_replayed, self.state = False, "serving"
-        elif number in self._replies and not self._replies[number].done():
-            self._replies[number].set_result(value)
+        elif number is not None:
+            self._replies.take(number, value)
 
     def _replay(self, started: messages.Started) -> None:
         """Send all waiting requests to a new engine core. Requests that were accepted once stay accepted."""
@@ -353,6 +353,37 @@ def _check_capacity(
     if waiting and num_tokens > max_tokens:
         problem = f"prompts of {num_tokens} tokens would wait for the engine, of at most {max_tokens}"
         raise QueueFullError(f"{problem} (--max-num-queued-tokens)")
+
+
+class _Replies:
+    """The replies of the engine core to commands that are waited for, by the number of the command."""
+
+    def __init__(self) -> None:
+        self._futures: dict[int, asyncio.Future[_Reply]] = {}
+
+    async def wait(self, number: int) -> _Reply:
+        """Return the reply. Raise an error that `take` or `fail_all` gets instead."""
+        reply: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
+        self._futures[number] = reply
+        try:
+            return await reply
+        finally:
+            del self._futures[number]
+
+    def take(self, number: int, reply: _Reply | Exception) -> None:
+        """End the wait for a reply, if there is one."""
+        future = self._futures.get(number)
+        if future is None or future.done():
+            return
+        if isinstance(reply, Exception):
+            end_with(future, reply)
+        else:
+            future.set_result(reply)
+
+    def fail_all(self, reason: str) -> None:
+        """End all waits with an EngineLostError, because the engine core was lost."""
+        for number in list(self._futures):
+            self.take(number, EngineLostError(reason))
 
 
 class _Changes:

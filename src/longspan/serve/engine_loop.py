@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -32,6 +32,8 @@ _MAX_ATTEMPTS = 3
 """Number of consecutive starts of workers that may fail or bring no token."""
 _PAUSE_S = 1.0
 _STATS_INTERVAL_S = 0.5
+_PROGRESS_INTERVAL_S = 1.0
+"""Seconds between reports of the progress of prompts, which begin this time after their arrival."""
 
 
 def serve(setup_json: bytes, folder: str) -> int:
@@ -83,12 +85,17 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
 
 @dataclass(kw_only=True, eq=False)
 class _Served:
-    """A request of the API server, and the part of each choice that was sent."""
+    """A request of the API server, and the part of each choice that was sent.
+
+    Attributes:
+        num_reported: computed prompt tokens by the latest report of its progress.
+    """
 
     id: int
     state: RequestState
     sent: list[_Sent]
     num_losses: int = 0
+    num_reported: int = 0
 
 
 @dataclass(kw_only=True)
@@ -110,7 +117,8 @@ class EngineLoop:
         self._encoder = msgspec.msgpack.Encoder()
         self._num_attempts = self._num_restarts = 0
         self._resharding: messages.SetParallel | None = None
-        self._stats_due_s, self._quitting = 0.0, False
+        self._stats_due_s = self._progress_due_s = 0.0
+        self._quitting = False
         self._max_wait_s = min(_STATS_INTERVAL_S, setup.engine_timeout_s / 4)
         service.executor.wakeup = socket
 
@@ -153,6 +161,15 @@ class EngineLoop:
                 self._set_policy(id, options)
             case messages.SetParallel():
                 self._set_parallel(command)
+            case messages.SetRecording(id, is_on):
+                if is_on:
+                    self._service.start_recording()
+                elif self._service.recorder is not None:
+                    self._service.recorder.stop()
+                    self._service.recorder = None
+                self._send(messages.Timeline(id, is_on))
+            case messages.GetTimeline(id, seconds):
+                self._send(self._timeline(id, seconds))
             case messages.Quit():
                 self._quitting = True
 
@@ -176,6 +193,14 @@ class EngineLoop:
         except RuntimeError:
             self._send(messages.Failed(command.id, "another change is under way: repeat the request when it is done"))
 
+    def _timeline(self, number: int, last_s: float) -> messages.Timeline:
+        if (recorder := self._service.recorder) is None:
+            return messages.Timeline(number, is_on=False)
+        from longspan.extras.trace import chrome_trace  # noqa: PLC0415 - few servers are recorded
+
+        record = recorder.record(self._service.policy_settings.name, last_s=last_s)
+        return messages.Timeline(number, is_on=True, trace=chrome_trace([record]))
+
     def _add(self, command: messages.Add) -> None:
         number, engine_request = command.id, command.engine_request
         try:
@@ -192,8 +217,9 @@ class EngineLoop:
             reason = f"{'' if code else 'the engine refused the request: '}{error}"
             self._send(messages.Failed(number, reason, "prompt", code=code))
             return
+        expected_s = _expected_ttft_s(self._service, served, self._served.values())
         self._served[number] = served
-        self._send(messages.Accepted(number))
+        self._send(messages.Accepted(number, expected_s))
 
     def _why_full(self, engine_request: EngineRequest) -> str | None:
         """Return why the queue has no capacity for an engine request, or None."""
@@ -228,10 +254,13 @@ class EngineLoop:
 
     def _send_outputs(self, outputs: messages.StepOutputs, *, with_stats: bool = False) -> None:
         now = time.monotonic()
+        if now >= self._progress_due_s:
+            self._progress_due_s = now + _PROGRESS_INTERVAL_S
+            outputs.progress = _progress(self._served.values(), now - _PROGRESS_INTERVAL_S)
         if with_stats or now >= self._stats_due_s:
             self._stats_due_s = now + self._max_wait_s
             outputs.stats = self.stats()
-        elif not outputs.deltas:
+        elif not (outputs.deltas or outputs.progress):
             return
         self._send(outputs)
 
@@ -390,6 +419,28 @@ class EngineLoop:
 
     def _send(self, report: messages.Report) -> None:
         self._socket.send(self._encoder.encode(report))
+
+
+def _expected_ttft_s(service: Service, served: _Served, before: Iterable[_Served]) -> float | None:
+    """Return the predicted time to the first token of a new request, if this machine was profiled."""
+    if service.setup.facts.profile is None:
+        return None
+    from longspan.serve.expected_ttft import expected_ttft_s  # noqa: PLC0415 - needed with a profile only
+
+    requests = (choice.request for other in before for choice in other.state.choices)
+    return expected_ttft_s(service, served.state.choices[0].request, requests)
+
+
+def _progress(requests: Iterable[_Served], arrived_before_s: float) -> list[tuple[int, int, int]]:
+    """Return the progress of prompts that have some since the latest report."""
+    progress = []
+    for served in requests:
+        request = served.state.choices[0].request
+        num_computed = min(request.num_computed, request.num_prompt)
+        if not request.output and request.arrival_s <= arrived_before_s and num_computed > served.num_reported:
+            served.num_reported = num_computed
+            progress.append((served.id, num_computed, request.num_prompt))
+    return progress
 
 
 def _finished(request: Request, served: _Served) -> messages.FinishedChoice:

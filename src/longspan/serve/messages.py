@@ -72,11 +72,25 @@ class SetParallel(msgspec.Struct, frozen=True, tag=True):
     options: dict[str, str | None] = {}
 
 
+class SetRecording(msgspec.Struct, frozen=True, tag=True):
+    """Start or stop to record requests and steps. The reply is a `Timeline` without a trace."""
+
+    id: int
+    is_on: bool
+
+
+class GetTimeline(msgspec.Struct, frozen=True, tag=True):
+    """Return the last seconds of the recording. The reply is a `Timeline`."""
+
+    id: int
+    seconds: float
+
+
 class Quit(msgspec.Struct, frozen=True, tag=True):
     """Stop the workers and end the engine core."""
 
 
-Command = Add | Cancel | SetPolicy | SetParallel | Quit
+Command = Add | Cancel | SetPolicy | SetParallel | SetRecording | GetTimeline | Quit
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +186,19 @@ class ParallelSet(msgspec.Struct, frozen=True, tag=True):
     id: int | None
 
 
+class Timeline(msgspec.Struct, frozen=True, tag=True):
+    """The reply to commands about recordings.
+
+    Attributes:
+        is_on: whether requests and steps are recorded.
+        trace: a Perfetto trace as JSON. None if it was not asked for, or nothing is recorded.
+    """
+
+    id: int
+    is_on: bool
+    trace: str | None = None
+
+
 class RequestLength(msgspec.Struct, frozen=True, tag=True):
     """The longest request from now on: prompt and output together, in tokens, as after a change under way."""
 
@@ -179,9 +206,10 @@ class RequestLength(msgspec.Struct, frozen=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """The engine core has queued a request."""
+    """The engine core has queued a request. `expected_ttft_s` is predicted if the machine was profiled."""
 
     id: int
+    expected_ttft_s: float | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -262,6 +290,7 @@ class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
         num_prompt_tokens: sum of the prompt lengths of these requests.
         tbt_s: seconds between each new token and the previous token of its choice.
         longest_outputs: tokens of the longest choice of each request that has ended.
+        progress: the id, the computed and all prompt tokens of each long prompt that is being computed.
     """
 
     deltas: list[Delta] = []
@@ -270,6 +299,7 @@ class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
     num_prompt_tokens: int = 0
     tbt_s: list[float] = []
     longest_outputs: list[int] = []
+    progress: list[tuple[int, int, int]] = []
     stats: Stats | None = None
 
 
@@ -290,6 +320,7 @@ Report = (
     | Ended
     | PolicySet
     | ParallelSet
+    | Timeline
     | RequestLength
     | Accepted
     | Failed

@@ -25,12 +25,16 @@ class OutputQueue:
     Attributes:
         accepted: done when the engine core has queued all engine requests, or has refused one, with the exception.
         finished: the choices that have finished, each with the index of its engine request.
+        expected_ttft_s: the latest predicted first token of its engine requests. None without a prediction.
     """
 
     def __init__(self, engine_requests: Sequence[EngineRequest], cancel: Callable[[OutputQueue], None]) -> None:
         self.engine_requests = engine_requests
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.finished: list[tuple[int, messages.FinishedChoice]] = []
+        self.expected_ttft_s: float | None = None
+        self._progress: dict[int, tuple[int, int]] = {}  # by engine request: computed and all prompt tokens
+        self._has_progress = False
         self._cancel = cancel
         self._unaccepted = set(range(len(engine_requests)))
         self._num_open = {index: request.params.n for index, request in enumerate(engine_requests)}
@@ -40,10 +44,16 @@ class OutputQueue:
         self._error: ServeError | None = None
         self._changed = asyncio.Event()
 
-    async def get(self) -> list[Output]:
-        """Remove and return outputs, waiting for the first. Return an empty list if all were taken."""
+    async def get(self) -> list[Output] | None:
+        """Remove and return outputs, waiting for the first. Return an empty list if all were taken.
+
+        Return None if there is progress of prompts instead, see `take_progress`.
+        """
         while not self._outputs and self._error is None and self._num_open:
+            if self._has_progress:
+                return None
             await self._change()
+        self._has_progress = False
         taken = [self._outputs.popleft() for _ in range(min(len(self._outputs), _MAX_OUTPUTS))]
         self._taken.update(index for index, _ in taken)
         if not taken and self._error is not None:
@@ -65,8 +75,24 @@ class OutputQueue:
         self._changed.set()
         self._cancel(self)
 
-    def accept(self, index: int) -> None:
+    def take_progress(self) -> tuple[int, int] | None:
+        """Return the computed and all tokens of the prompts in progress, or None if that is no news."""
+        has_progress, self._has_progress = self._has_progress, False
+        if not has_progress:
+            return None
+        computed, totals = zip(*self._progress.values(), strict=True)
+        return sum(computed), sum(totals)
+
+    def report(self, index: int, num_computed: int, num_prompt: int) -> None:
+        """Record the progress of a prompt."""
+        self._progress[index] = num_computed, num_prompt
+        self._has_progress = True
+        self._changed.set()
+
+    def accept(self, index: int, expected_ttft_s: float | None = None) -> None:
         """Record that the engine core has queued an engine request."""
+        if expected_ttft_s is not None:
+            self.expected_ttft_s = max(expected_ttft_s, self.expected_ttft_s or 0.0)
         self._unaccepted.discard(index)
         if not self._unaccepted and not self.accepted.done():
             self.accepted.set_result(None)

@@ -338,6 +338,12 @@ class Parallel(WireModel):
     parallel: GivenText
 
 
+class Recording(WireModel):
+    """`POST /admin/timeline`, and its response: whether requests and steps are recorded."""
+
+    recording: Annotated[bool, Field(strict=True)]
+
+
 class PolicyInfo(BaseModel):
     """`GET /admin/policy`, and the response to a change: the policy and all its options in force."""
 

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from longspan.core.options import PolicySettings
+from longspan.serve import messages
 from longspan.serve.chat_requests import TextRequest, TokenizeRequest
 from longspan.serve.client import EngineClient, abandon
 from longspan.serve.convert import ServedModel, grammar_kind, grammar_of, read_request
@@ -38,7 +39,7 @@ from longspan.serve.messages import StepOutputs
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import LARGE_BODY_BYTES, Intake
 from longspan.serve.output_queue import Output, OutputQueue
-from longspan.serve.requests import CompletionRequest, DetokenizeRequest, Parallel, PolicyUpdate
+from longspan.serve.requests import CompletionRequest, DetokenizeRequest, Parallel, PolicyUpdate, Recording
 from longspan.serve.responses import Assembler, prepared
 from longspan.serve.schemas import ModelCard, ModelList
 from longspan.serve.settings import ServerSettings
@@ -50,6 +51,7 @@ ResultT = TypeVar("ResultT")
 _log = logging.getLogger("longspan")
 _MAX_GRAMMARS = 32
 """Grammars that may wait for their check, which can take seconds."""
+_TIMELINE_S = 60.0
 _KEEP_ALIVE = b": still working\n\n"
 _END = b"data: [DONE]\n\n"
 
@@ -137,7 +139,7 @@ class Server:
                 unfinished.pop_all()
                 return EventStream(self.settings, outputs, assembler, watch, render, first)
             whole = await render.run(_whole, assembler, await outputs.get_all())
-        return Response(whole, media_type="application/json")
+        return Response(whole, media_type="application/json", headers=_expected(outputs))
 
     async def update_policy(self, request: Request, body: PolicyUpdate) -> PolicySettings:
         """Change options of the policy and return its settings."""
@@ -153,6 +155,30 @@ class Server:
             parallel = await self.engine.reshard(body.parallel)
         _log.info("the parallel spec is %s, by request %s", parallel, request.state.request_id)
         return Parallel(parallel=parallel)
+
+    async def set_recording(self, request: Request, body: Recording) -> Recording:
+        """Start or stop to record requests and steps."""
+        with self._watch(request).held():
+            await self.engine.command(lambda number: messages.SetRecording(number, body.recording))
+        _log.info("recording is %s, by request %s", body.recording, request.state.request_id)
+        return body
+
+    async def timeline(self, request: Request) -> str:
+        """Return a trace of the last seconds."""
+        text = request.query_params.get("seconds", str(_TIMELINE_S))
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < inf:
+            raise WireError(f"seconds must be a number above 0, but {text[:100]!r} given", "seconds")
+        with self._watch(request).held():
+            reply = await self.engine.command(lambda number: messages.GetTimeline(number, seconds))
+        assert isinstance(reply, messages.Timeline)
+        if reply.trace is None:
+            remedy = 'start the server with --trace FILE, or POST {"recording": true} to this route with a key'
+            raise WireError(f"nothing is recorded: {remedy}", status=409)
+        return reply.trace
 
     async def _texts_pool(self, request: Request) -> WorkerPool:
         return self._texts if len(await request.body()) > LARGE_BODY_BYTES else self._quick
@@ -245,7 +271,7 @@ class EventStream(Response):
         pool: WorkerPool,
         first: Sequence[Output] | None,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **_expected(outputs)})
         del self.headers["content-length"]
         self._settings, self._outputs, self._assembler = settings, outputs, assembler
         self._watch, self._pool, self._first = watch, pool, first
@@ -269,7 +295,8 @@ class EventStream(Response):
         outputs: Sequence[Output] | None = self._first
         while outputs is None or outputs:
             if outputs is None:
-                await self._send(send, _KEEP_ALIVE)
+                progress = self._outputs.take_progress()
+                await self._send(send, _KEEP_ALIVE if progress is None else b": prefill %d/%d\n\n" % progress)
             elif any(delta.prompt_logprobs is not None for _, delta in outputs):  # slow for a long prompt
                 await self._send(send, await self._pool.run(_chunks, self._assembler, outputs))
             else:
@@ -285,12 +312,17 @@ class EventStream(Response):
 
 
 async def _within(timeout_s: float, outputs: OutputQueue) -> list[Output] | None:
-    """Return the next outputs, an empty list at the end, or None if none arrive within the timeout."""
+    """Return the next outputs, an empty list at the end, or None for progress of prompts or after the timeout."""
     try:
         async with asyncio.timeout(timeout_s):
             return await outputs.get()
     except TimeoutError:
         return None
+
+
+def _expected(outputs: OutputQueue) -> dict[str, str]:
+    """Return the header with the predicted time to the first token, in seconds, if there is a prediction."""
+    return {} if outputs.expected_ttft_s is None else {"x-expected-ttft": f"{outputs.expected_ttft_s:.3f}"}
 
 
 def _whole(assembler: Assembler, outputs: Sequence[Output]) -> bytes:

@@ -156,7 +156,8 @@ class ServerSettings:
     Attributes:
         model_names: names of the model in requests. Responses have the first name.
         api_keys: a client needs any of these keys. Without keys, requests need none.
-        keep_alive_s: time before the first keep-alive comment of a stream. A failure before that has its own status.
+        keep_alive_s: time without output before a comment in a stream. A failure before the first comment has its own
+            status.
         tracer: gets one span per request for text. None for no tracing.
 
     Raises:

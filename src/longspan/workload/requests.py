@@ -14,8 +14,8 @@ import numpy as np
 from longspan.errors import ParameterError
 from longspan.file_errors import unread
 from longspan.workload.arrivals import Arrival, Workload, arrival_times, as_conversations, prompt_of
-from longspan.workload.spec import WorkloadSpec
-from longspan.workload.traces import BLOCK_LEN, MAX_SPAN_S, RequestSpec, read_trace
+from longspan.workload.spec import BLOCK_LEN, WorkloadSpec
+from longspan.workload.traces import MAX_SPAN_S, RequestSpec, read_trace
 
 Lengths = Callable[[float], float]
 """A length distribution, given as its quantile function: maps a fraction from 0 to 1 to a length."""
@@ -63,8 +63,8 @@ def _requests(spec: WorkloadSpec) -> list[RequestSpec]:
         raise ParameterError(
             "workload", f"{spec.workload!r} is none of {', '.join(_NAMED)}, nor a file: check the path", spec.workload
         )
-    if path.suffix == ".json":
-        return _drawn(*_quantiles(path), spec)
+    if path.suffix == ".json" and not _is_recorded(points := _read_json(path)):
+        return _drawn(*_quantiles(path, points), spec)
     try:
         requests = read_trace(path, num=spec.num_requests)
     except ValueError as error:
@@ -72,11 +72,19 @@ def _requests(spec: WorkloadSpec) -> list[RequestSpec]:
     return [replace(request, output_len=spec.output_len or request.output_len) for request in requests]
 
 
-def _quantiles(path: Path) -> tuple[Lengths, Lengths]:
+def _read_json(path: Path) -> object:
     try:
-        points = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ParameterError("workload", unread(path, error)) from None
+
+
+def _is_recorded(content: object) -> bool:
+    """Return whether the content of a file is a trace for Perfetto, as `longspan` records it."""
+    return isinstance(content, dict) and "traceEvents" in content
+
+
+def _quantiles(path: Path, points: object) -> tuple[Lengths, Lengths]:
     if not isinstance(points, dict) or set(points) != {"input_len", "output_len"}:
         problem = (
             f"{str(path)!r} must be an object with input_len and output_len, each an object of quantiles such as "

@@ -13,6 +13,8 @@ from longspan.errors import ParameterError
 _LONGEST_S = 1e5
 """Maximum think time, about a day. Longer conversations would overlap in runs that place them far apart."""
 _LONGEST_OUTPUT = 2**20
+BLOCK_LEN = 512
+"""Prompt tokens per block id in traces, as in Mooncake's."""
 _workload = partial(Option, group="Requests")
 
 

@@ -1,4 +1,4 @@
-"""Traces of real services: CSV or JSONL, optionally gzipped. The column names determine the format."""
+"""Traces of real services: CSV or JSONL, optionally gzipped, or recorded by longspan. Column names tell the format."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from longspan.file_errors import unread
 _log = logging.getLogger("longspan")
 MAX_SPAN_S = 1e8
 """Maximum seconds between arrivals, about three years. Float times lose the precision for steps much later."""
-BLOCK_LEN = 512
-"""Prompt tokens per hash id in Mooncake's traces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +81,13 @@ _FORMATS = (
     _AZURE,
     replace(_VIDUR, name="Vidur's Azure and Splitwise", arrival="arrived_at"),
     _VIDUR,
+    _Format(
+        name="recorded by longspan",
+        arrival="arrival_s",
+        input_len="prompt_tokens",
+        output_len="output_tokens",
+        block_ids="block_ids",
+    ),
     _Format(name="BurstGPT", arrival="Timestamp", input_len="Request tokens", output_len="Response tokens"),
 )
 """The first format whose columns all exist is used."""
@@ -143,8 +148,11 @@ def _rows(path: Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
         for row in reader:
             yield reader.line_num, row
         return
+    if name.endswith(".json"):
+        yield from enumerate(_recorded_rows(path, file), start=1)
+        return
     if not name.endswith(".jsonl"):
-        raise ValueError(f"trace {str(path)!r} must end in .csv, .csv.gz, .jsonl or .jsonl.gz")
+        raise ValueError(f"trace {str(path)!r} must end in .csv, .csv.gz, .jsonl, .jsonl.gz, or be recorded as .json")
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -155,6 +163,21 @@ def _rows(path: Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
         if not isinstance(row, dict):
             raise ValueError(f"line {number} of trace {str(path)!r} must be a JSON object, but is {line.strip():.60}")
         yield number, row
+
+
+def _recorded_rows(path: Path, file: IO[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield the columns of each request in a trace for Perfetto, see `longspan.extras.trace`.
+
+    Block ids, which are hashes, become consecutive numbers.
+    """
+    ids: dict[int, int] = {}
+    try:
+        for event in json.load(file)["traceEvents"]:
+            if event["ph"] == "b" and event["cat"] == "request":
+                numbers = [ids.setdefault(block, len(ids)) for block in event["args"].get("block_ids", ())]
+                yield {**event["args"], "block_ids": numbers, "arrival_s": event["ts"] / 1e6}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"trace {str(path)!r} was not recorded by longspan ({error!r})") from None
 
 
 def _format(path: Path, row: Mapping[str, Any]) -> _Format:

@@ -1,0 +1,59 @@
+"""The page of a real run, `--report`, in headless Chromium: its blocks, requests and lines are drawn."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from engines import ThreadLLM
+from fake_llm import run
+
+from longspan import SamplingParams
+
+pytest.importorskip("playwright", reason="playwright is not installed: pip install 'longspan[dev]'")
+PICTURE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "picture.py"))
+if PICTURE["find_chromium"]() is None:
+    pytest.skip("Chromium is not installed: apt-get install chromium", allow_module_level=True)
+
+PROMPTS = [list(range(first, first + 40)) for first in (1, 2, 3, 4)]
+
+
+def test_the_page_of_a_real_run_is_drawn_without_a_network(tiny: Path, tmp_path: Path) -> None:
+    report = tmp_path / "run.html"
+    with ThreadLLM(str(tiny), report=str(report), parallel="2", policy="chunked", skip_tokenizer_init=True) as llm:
+        llm.generate(PROMPTS, SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+    complaints, requests = list[str](), list[str]()
+
+    def watch(page: object) -> None:
+        page.on("console", lambda message: complaints.append(message.text))  # type: ignore[attr-defined]
+        page.on("pageerror", lambda error: complaints.append(str(error)))  # type: ignore[attr-defined]
+        page.on("request", lambda request: requests.append(request.url))  # type: ignore[attr-defined]
+
+    with PICTURE["opened"](report, watch) as page:
+        for name in ("instances", "ttft-by-length", "ttft", "tbt"):
+            page.wait_for_selector(PICTURE["DRAWN"].format(name))
+        assert complaints == [] and requests == [page.url]
+        assert page.locator("#ttft-by-length .point").count() == len(PROMPTS)
+        drawn = page.locator("#instances .subplot.xy .trace.bars").first.locator("path").count()
+        bars = page.evaluate("() => document.getElementById('instances')._fullData[0].y")
+        assert drawn == len(bars) > 0 and set(bars) == {0, 1}
+        lines = [page.locator(f"#instances .subplot.x{row}y{row} .trace").count() for row in (3, 4)]
+        assert lines == [1, 2]
+
+
+def test_a_recorded_and_a_simulated_run_are_drawn_on_one_page(tiny: Path, tmp_path: Path) -> None:
+    trace, report = tmp_path / "run.json", tmp_path / "page.html"
+    with ThreadLLM(str(tiny), trace=str(trace), parallel="2", policy="chunked", skip_tokenizer_init=True) as llm:
+        llm.generate(PROMPTS, SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+    cluster = ("--hardware", "l4", "--gpus-per-host", "2", "--policy", "chunked")
+    assert run("simulate", str(tiny), *cluster, "--replay", str(trace), "--report", str(report)) == 0
+    with PICTURE["opened"](report) as page:
+        page.wait_for_selector(PICTURE["DRAWN"].format("instances"))
+        titles = page.locator("#instances .annotation-text").all_text_contents()
+        assert titles[:2] == ["recorded chunked", "chunked"]
+        for plot in ("xy", "x2y2"):
+            bars = page.locator(f"#instances .subplot.{plot} .trace.bars").first
+            assert bars.locator("path").count() > len(PROMPTS)
+        head = page.locator("table:has-text('TTFT P50') th, table:has-text('P50') th").all_text_contents()
+        assert head[1:3] == ["recorded chunked", "chunked"]
