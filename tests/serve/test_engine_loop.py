@@ -88,7 +88,7 @@ class Cluster:
     block_bytes = 100
     policy_settings = PolicySettings(name="context", options={})
     max_model_len = _CAPACITY
-    facts = Facts()
+    setup = SimpleNamespace(facts=Facts())
 
     def __init__(self, num_instances: int) -> None:
         self.clock = VirtualClock()
@@ -422,7 +422,7 @@ def test_an_idle_engine_and_a_long_step_send_heartbeats(monkeypatch: pytest.Monk
     server, heard_s = ApiServer(), list[float]()
     now = server.cluster.clock.now
     monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=now))
-    monkeypatch.setattr(server.loop, "stats", lambda: heard_s.append(now()))
+    monkeypatch.setattr(engine_loop, "stats_of", lambda *_: heard_s.append(now()))
     server.turn()
     server.turn()
     cost = LinearCost(base_s=300.0)

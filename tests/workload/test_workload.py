@@ -164,7 +164,7 @@ def test_more_bad_traces(tmp_path: Path, trace: Write) -> None:
         read_trace(trace("m.jsonl", MOONCAKE), num=3)
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(MOONCAKE.encode() * 1000)[:60])
-    with pytest.raises(ValueError, match="cannot be read: Compressed file ended"):
+    with pytest.raises(ValueError, match=r"cannot be read \(Compressed file ended"):
         read_trace(cut)
 
 

@@ -60,7 +60,7 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
         socket.send(msgspec.msgpack.encode(report))
         return 1
     with closing(service):
-        files, config, loop = service.files, service.engine.config, EngineLoop(service, setup, socket)
+        files, config = service.files, service.engine.config
         started = messages.Started(
             name=files.name,
             tokenizer_dir=None if service.input_processor.tokenizer is None else str(files.tokenizer_dir),
@@ -71,11 +71,11 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
             parallel=fleet_text(config.fleet),
             block_size=config.block_size,
             policy=service.policy_settings,
-            stats=loop.stats(),
+            stats=stats_of(service, 0),
         )
         socket.send(msgspec.msgpack.encode(started))
         try:
-            loop.run()
+            EngineLoop(service, setup, socket).run()
         except (WorkerLostError, OSError) as error:
             _log.error("lost workers cannot be replaced: %s", error)
             socket.send(msgspec.msgpack.encode(messages.Ended(str(error))))
@@ -259,7 +259,7 @@ class EngineLoop:
             outputs.progress = _progress(self._served.values(), now - _PROGRESS_INTERVAL_S)
         if with_stats or now >= self._stats_due_s:
             self._stats_due_s = now + self._max_wait_s
-            outputs.stats = self.stats()
+            outputs.stats = stats_of(self._service, self._num_restarts)
         elif not (outputs.deltas or outputs.progress):
             return
         self._send(outputs)
@@ -395,28 +395,6 @@ class EngineLoop:
                 _log.exception("workers did not start")
                 time.sleep(_PAUSE_S)
 
-    def stats(self) -> messages.Stats:
-        load = self._engine.load()
-        return messages.Stats(
-            num_kv_blocks=sum(self._engine.config.cluster.num_blocks),
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_restarts=self._num_restarts,
-            num_preemptions=self._engine.counts.num_preemptions,
-            num_prefix_queries=self._engine.counts.num_prefix_queries,
-            num_prefix_hits=self._engine.counts.num_prefix_hits,
-            num_kv_violations=self._engine.watch.num_violations,
-            num_external_queries=self._engine.counts.num_external_queries,
-            num_host_hits=self._engine.kv.counts.num_hits,
-            num_disk_hits=self._engine.kv.counts.num_disk_hits,
-            host_blocks=load.host_blocks,
-            disk_blocks=load.disk_blocks,
-            block_bytes=self._service.block_bytes,
-            used_blocks=load.used_blocks,
-            busy_s=load.busy_s,
-            bytes_sent=dict(self._engine.counts.bytes_sent),
-        )
-
     def _send(self, report: messages.Report) -> None:
         self._socket.send(self._encoder.encode(report))
 
@@ -441,6 +419,30 @@ def _progress(requests: Iterable[_Served], arrived_before_s: float) -> list[tupl
             served.num_reported = num_computed
             progress.append((served.id, num_computed, request.num_prompt))
     return progress
+
+
+def stats_of(service: Service, num_restarts: int) -> messages.Stats:
+    engine = service.engine
+    load = engine.load()
+    return messages.Stats(
+        num_kv_blocks=sum(engine.config.cluster.num_blocks),
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_restarts=num_restarts,
+        num_preemptions=engine.counts.num_preemptions,
+        num_prefix_queries=engine.counts.num_prefix_queries,
+        num_prefix_hits=engine.counts.num_prefix_hits,
+        num_kv_violations=engine.watch.num_violations,
+        num_external_queries=engine.counts.num_external_queries,
+        num_host_hits=engine.kv.counts.num_hits,
+        num_disk_hits=engine.kv.counts.num_disk_hits,
+        host_blocks=load.host_blocks,
+        disk_blocks=load.disk_blocks,
+        block_bytes=service.block_bytes,
+        used_blocks=load.used_blocks,
+        busy_s=load.busy_s,
+        bytes_sent=dict(engine.counts.bytes_sent),
+    )
 
 
 def _finished(request: Request, served: _Served) -> messages.FinishedChoice:
