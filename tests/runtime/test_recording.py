@@ -121,7 +121,7 @@ def test_a_run_without_a_recording_imports_none(tiny: Path) -> None:
 def test_a_file_that_cannot_be_written_is_reported_before_the_start(tiny: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(ParameterError) as caught:
         ThreadLLM(str(tiny), **{name: str(tmp_path / "nowhere" / "file")})
-    assert caught.value.parameter == name and "does not exist" in str(caught.value)
+    assert caught.value.parameter == name and "cannot be written" in str(caught.value)
 
 
 def test_the_page_of_a_real_run_has_its_plots_and_no_accuracy(tiny: Path, tmp_path: Path) -> None:

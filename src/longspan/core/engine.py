@@ -125,7 +125,6 @@ class Engine:
         return self.kv.is_copying or (self._regrouping is not None and self._regrouping.state == "switching")
 
     def observe(self, observer: Observer | None) -> None:
-        """Report requests and steps to an observer from now on. None ends the reports."""
         self._ranks.observer = observer
 
     def load(self) -> Load:
@@ -244,9 +243,7 @@ class Engine:
 
     def _poll(self, timeout_s: float | None) -> None:
         """Take completions: of a move at once, of a Forward in the order of steps."""
-        for done in self._ranks.executor.poll(timeout_s):
-            if self._ranks.observer is not None:
-                self._ranks.observer.completed(done)
+        for done in self._ranks.poll(timeout_s):
             self.counts.bytes_sent.update(done.bytes_sent)
             regrouping = self._regrouping
             if regrouping is not None and (change := regrouping.complete(done, self._clock.now())) is not None:

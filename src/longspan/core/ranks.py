@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
 from longspan.core.blocks import BlockRef
-from longspan.core.steps import Executor, Forward, Free, MoveKV, Reshard
+from longspan.core.steps import Completion, Executor, Forward, Free, MoveKV, Reshard
 
 if TYPE_CHECKING:  # types alone
     from longspan.core.observer import Observer
@@ -19,7 +19,7 @@ class Ranks:
     Attributes:
         executor: takes the steps, and returns their completions.
         number: returns the next step's number.
-        observer: records requests and steps. None without a recording.
+        observer: records requests and steps from now on. None without a recording.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -44,6 +44,14 @@ class Ranks:
             if self.observer is not None:
                 self.observer.sent(step)
             self.executor.submit(step)
+
+    def poll(self, timeout_s: float | None) -> Sequence[Completion]:
+        """Wait for completions, see `Executor.poll`."""
+        completions = self.executor.poll(timeout_s)
+        if self.observer is not None:
+            for completion in completions:
+                self.observer.completed(completion)
+        return completions
 
     def free(self, *request_ids: int, cleared: Iterable[tuple[BlockRef, int]]) -> None:
         """Send a `Free` if ranks know any of the requests, or have slots to clear."""
