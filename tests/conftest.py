@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -102,6 +103,15 @@ def cleared_caches(request: pytest.FixtureRequest) -> Iterator[None]:
         for value in cached:
             value.cache_clear()
         release_memory()
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Restores the level of the log, which the command line sets for the whole process."""
+    log = logging.getLogger("longspan")
+    before = log.level
+    yield
+    log.setLevel(before)
 
 
 @pytest.fixture

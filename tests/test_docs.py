@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_server import make_server, routes_of
@@ -16,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "serving.md").read_text(encoding="utf-8")
 SCRIPT = runpy.run_path(str(DOCS / "generate.py"))
-PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
+PAGES = (*ROOT_PAGES, *sorted(DOCS.rglob("*.md")))
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]*)")
 NAMED = re.compile(r"`(?:python )?((?:[\w.]+/)+[\w.]*\w)/?(?: --[^`]*)?`")
 ROOMS = (ROOT, ROOT / "src" / "longspan", ROOT / "benchmarks", DOCS)
 FOLDERS = {folder.name for room in ROOMS for folder in room.iterdir() if folder.is_dir()}
@@ -52,6 +56,19 @@ def test_files_that_pages_name_are_there(page: Path) -> None:
     names = {name for name in NAMED.findall(page.read_text(encoding="utf-8")) if name.split("/")[0] in FOLDERS}
     missing = [name for name in names if not any((room / name).exists() for room in ROOMS)]
     assert [name for name in missing if not any(made in name for made in MADE)] == []
+
+
+@pytest.mark.parametrize("page", ROOT_PAGES, ids=lambda page: page.name)
+def test_relative_links_of_root_pages_are_files(page: Path) -> None:
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    assert links == [link for link in links if (ROOT / link).exists()]
+
+
+def test_description_for_package_indexes_has_no_relative_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = SimpleNamespace(MetadataHookInterface=object)
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", plugin)  # only builds have hatchling
+    text = runpy.run_path(str(ROOT / "hatch_build.py"))["index_readme"]((ROOT / "README.md").read_text("utf-8"))
+    assert LINK.findall(text) == [] and "![" not in text and text.startswith("# longspan\n")
 
 
 def test_the_readme_is_short() -> None:

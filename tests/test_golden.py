@@ -27,6 +27,7 @@ OPENAPI = GOLDEN / "openapi.json"
 HELP = (
     "longspan",
     "generate",
+    "get",
     "chat",
     "serve",
     "batch",

@@ -20,7 +20,7 @@ MODULES = (
     "longspan.attn",
     "longspan.cli.app",
     *(f"longspan.cli.{verb}" for verb in ("generate", "chat", "serve", "batch", "profile", "eval", "tune")),
-    *(f"longspan.cli.{verb}" for verb in ("simulate", "estimate")),
+    *(f"longspan.cli.{verb}" for verb in ("simulate", "estimate", "get")),
     "longspan.simulation",
 )
 LOADED = """

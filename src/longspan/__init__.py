@@ -1,7 +1,6 @@
 """Serves long prompts with open-weight decoder-only language models on several devices.
 
-The names below load on first use, so that ``import longspan`` is quick and needs no torch. The attention library
-``attn`` works without the engine.
+Names load on first use, so that ``import longspan`` is quick and needs no torch. ``attn`` works without the engine.
 """
 
 from longspan.core import extensions as _extensions
@@ -12,6 +11,7 @@ if TYPE_CHECKING:  # without importing typing: the command line installs signal 
 
     from longspan import attn
     from longspan.async_llm import AsyncLLM
+    from longspan.core.options import SchedulingArgs
     from longspan.core.sampling import SamplingParams, StructuredOutputsParams
     from longspan.llm import LLM
     from longspan.outputs import RequestOutput
@@ -27,6 +27,7 @@ __all__ = [
     "ClusterSpec",
     "RequestOutput",
     "SamplingParams",
+    "SchedulingArgs",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -41,6 +42,7 @@ _OWNERS = {
     "LLM": "longspan.llm",
     "RequestOutput": "longspan.outputs",
     "SamplingParams": "longspan.core.sampling",
+    "SchedulingArgs": "longspan.core.options",
     "StructuredOutputsParams": "longspan.core.sampling",
     "TextPrompt": "longspan.text.input_processor",
     "TokensPrompt": "longspan.text.input_processor",
@@ -62,8 +64,7 @@ _extensions.finder = _find
 def __getattr__(name: str) -> object:
     from longspan.core.exports import lazy_exports  # noqa: PLC0415 - on first use
 
-    load, _ = lazy_exports(__name__, _OWNERS)
-    return load(name)
+    return lazy_exports(__name__, _OWNERS)[0](name)
 
 
 def __dir__() -> list[str]:

@@ -52,20 +52,22 @@ class EngineModel:
     """The model of engines with the same options and any split.
 
     Attributes:
-        kernels: longspan's own compiled kernels. None if PyTorch's are used.
+        kernels: longspan's own compiled kernels. None if PyTorch's are used, for `kernels_reason`.
         record: the record of a KV block with all layers and heads.
     """
 
     files: ModelFiles
     info: ModelInfo
     kernels: Path | None
+    kernels_reason: str
     record: KvRecord
 
     @classmethod
     def of(cls, given: EngineArgs) -> EngineModel:
         """Find or fetch the model. Raise ValueError if it is unknown or cannot be served."""
         dtype = given.required_dtype
-        kernels = None if dtype == "auto" else kernels_of(given.attention_backend, given.device, dtype)
+        backend, device = given.attention_backend, given.device
+        kernels, reason = (None, "") if dtype == "auto" else kernels_of(backend, device, dtype)
         if given.quantization is not None and kernels is None:
             need = (
                 "needs longspan's own kernels: choose `dtype` bfloat16 on a CPU with them, and `attention_backend` auto"
@@ -81,13 +83,12 @@ class EngineModel:
             trust_remote_code=given.trust_remote_code,
         )
         if dtype == "auto":
-            kernels = kernels_of(given.attention_backend, given.device, files.dtype)
-            lacks_kernels = kernels is None and given.attention_backend == "auto"
-            if lacks_kernels and (given.device, files.dtype) == ("cpu", "bfloat16"):
+            kernels, reason = kernels_of(backend, device, files.dtype)
+            if kernels is None and backend == "auto" and (device, files.dtype) == ("cpu", "bfloat16"):
                 warn_of_slow_bfloat16()
         info = read_info(files.weights)
         record = kv_record(info.specs, given.block_size, DTYPES[files.dtype])
-        return cls(files=files, info=info, kernels=kernels, record=record)
+        return cls(files=files, info=info, kernels=kernels, kernels_reason=reason, record=record)
 
     @property
     def shape(self) -> ModelShape:
@@ -357,23 +358,24 @@ def check_windows(info: ModelInfo, csa: str) -> None:
         raise ParameterError("csa", problem, csa[:60])
 
 
-def kernels_of(backend: str, device: str, dtype: str) -> Path | None:
-    """Return longspan's own compiled kernels, or None if they are not used."""
+def kernels_of(backend: str, device: str, dtype: str) -> tuple[Path | None, str]:
+    """Return longspan's own compiled kernels, or None and the reason why they are not used."""
     fits = (device, dtype) == ("cpu", "bfloat16")
     if backend == "native" and not fits:
         problem = f"native is for bfloat16 on cpu, not for {dtype} on {device}: choose auto"
         raise ParameterError("attention_backend", problem, backend)
-    if backend == "torch" or not fits:
-        return None
+    if not fits:
+        return None, f"longspan's own are for bfloat16 on cpu, not for {dtype} on {device}"
+    if backend == "torch":
+        return None, "attention_backend is torch"
     from longspan import native  # noqa: PLC0415 - only for the type and the device of our own kernels
 
     try:
-        return native.build(cache_root() / "native")
+        return native.build(cache_root() / "native"), ""
     except native.UnavailableError as error:
         if backend == "native":
             raise ParameterError("attention_backend", f"native is not possible here: {error}; choose auto") from error
-        _log.info("using PyTorch's kernels, since %s", error)
-        return None
+        return None, str(error)
 
 
 @cache  # once per process: planning and the engine resolve the same options

@@ -88,7 +88,7 @@ class Service:
             max_threads=given.threads_per_rank,
             block_size=given.block_size,
             kernels=setup.model.kernels,
-            host_kernels=kernels_of("auto", "cpu", self.files.dtype) if hosts_attend else None,
+            host_kernels=kernels_of("auto", "cpu", self.files.dtype)[0] if hosts_attend else None,
             enforce_eager=given.enforce_eager,
             record_times=given.record_times,
             host_memory=tuple(memory.path for memory in self._host_memory),
@@ -103,15 +103,11 @@ class Service:
         config, policy = setup.config, setup.policy
         csa = setup.choice.given.get("csa", "")
         self._tuned = csa if is_tuned(csa) else None
-        if policy.hint is not None:
-            _log.info(policy.hint)
         max_len = config.longest(policy)
-        if given.max_model_len is None and max_len < self.info.context_length:
-            where = "on devices"
-            if cluster.host_blocks and (config.phases or policy.reads_hosts):
-                where += f", {'or' if config.phases else 'and'} on the host (`host_kv_gib`),"
-            words = "the KV pools %s hold %d tokens, less than the model's context of %d"
-            _log.info(words, where, max_len, self.info.context_length)
+        if _log.isEnabledFor(logging.INFO):
+            from longspan.start_facts import facts_of  # noqa: PLC0415 - not needed where the log drops the block
+
+            _log.info("%s", facts_of(setup, self.executor.fallbacks).block())
         vocab_size = self.info.vocab_size
         self.input_processor = InputProcessor(tokenizer=tokenizer, vocab_size=vocab_size, max_model_len=max_len)
         saved = [disk.contents() for disk in self._disks.values()]

@@ -50,7 +50,7 @@ def test_two_processes_and_a_thread_give_the_same_tokens(
     alone = capsys.readouterr()
     assert alone.err == ""
 
-    sharing = ("--json", "--parallel", "2", "--policy", "context", "-o", "threshold=32")
+    sharing = ("--json", "--parallel", "2", "--policy", "context", "-o", "threshold=32", "--log-level", "warning")
     shared = subprocess.run(
         [sys.executable, "-m", "longspan", *command(folder, *common, *sharing)],
         capture_output=True,

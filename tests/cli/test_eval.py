@@ -22,6 +22,7 @@ import longspan
 from longspan import SamplingParams, evals
 from longspan.evals import NEEDLE_PARAMS, Needle, ScoredWindow, Text, compare, needles, perplexity, scored
 from longspan.outputs import Logprob, RequestOutput
+from longspan.policy.facts import Facts
 
 KEY = re.compile(r"The secret pass key is (\d{5})\. Remember it\. \1 is the pass key\.")
 EVAL = ("eval", "--num-samples", "2", "--json")
@@ -35,6 +36,7 @@ class Reader(FakeLLM):
 
     logprob = -2.0
     info = SimpleNamespace(vocab_size=2**20)
+    facts = Facts()
     service = SimpleNamespace(policy_settings=SimpleNamespace(name="chunked"))
     engine = SimpleNamespace(config=SimpleNamespace(cluster="2xtp2"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -121,7 +122,7 @@ def test_every_sampling_parameter_is_an_option() -> None:
 
 @pytest.mark.parametrize("command", ["generate", "chat", "batch", "profile", "serve"])
 def test_variables_are_of_the_engine_and_the_server_only(command: str) -> None:
-    configuring = {"model", "config", *options_of(EngineArgs)}
+    configuring = {"model", "config", "log_level", "log_format", *options_of(EngineArgs)}
     if command == "serve":
         configuring |= {*options_of(ServerSettings), *options_of(RequestLimits), "otlp_traces_endpoint", "seed"}
     arguments = app[command].assemble_argument_collection()
@@ -211,3 +212,24 @@ def test_flags_of_a_policy_count_in_a_simulation_as_in_a_server(capsys: pytest.C
         refused.append(capsys.readouterr().err)
     assert refused[0] == refused[1]
     assert "but layout striped given: use contiguous" in refused[0]
+
+
+VERBS = ("generate", "chat", "serve", "batch", "profile", "eval", "tune", "simulate", "estimate")
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_first_group_of_help_has_at_most_ten_flags_and_all_required_ones(name: str) -> None:
+    arguments = app[name].assemble_argument_collection()
+    common = [argument for argument in arguments if argument.parameter.group[0].name == "Common options"]
+    assert common[0].name in ("model", "what") and len(common) <= 10
+    assert {argument.name for argument in arguments if argument.required} <= {argument.name for argument in common}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_can_be_installed(
+    shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    script = tmp_path / "script"
+    assert run("--install-completion", "--shell", shell, "--output", str(script)) == 0
+    assert "max-model-len" in script.read_text() and str(script) in capsys.readouterr().out

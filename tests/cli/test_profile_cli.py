@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +48,7 @@ class Machine(FakeLLM):
     failure_in_chains_of: int | None = None
     cached = together = True
     num_blocks = chain_step = 1000
-    info = SimpleNamespace(vocab_size=50)
+    info = SimpleNamespace(vocab_size=50, hidden_size=64)
     profile_key = SUBJECT
     facts = Facts(shape=SHAPE)
 
@@ -284,8 +285,23 @@ def test_pieces_that_are_larger_than_a_step_are_not_timed(monkeypatch: pytest.Mo
 )
 def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("profile", "m", *arguments) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
+    *expected, error = capsys.readouterr().err.splitlines()
+    assert words in error and all("measurements, about" in line for line in expected)
+
+
+def test_expected_time_is_printed_before_measurements(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("profile", "m", *LENGTHS) == 0
+    assert re.search(r"one instance: \d+ measurements, about \d+ s by the speed", capsys.readouterr().err)
+
+
+def test_quick_profile_measures_each_point_once_without_the_longest_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "max_model_len", 2100)
+    assert run("profile", "m", "--quick") == 0
+    profile = load_profile(SUBJECT)
+    assert profile is not None
+    assert {len(prefill.seconds) for prefill in profile.prefills if prefill.members == 1} == {1}
+    assert {prefill.new_tokens for prefill in profile.prefills if not prefill.cached_tokens} == {512, 1024, 2048}
+    assert run("profile", "m", "--quick", *LENGTHS) == 2
 
 
 def test_lengths_that_fit_into_no_instance_are_refused(

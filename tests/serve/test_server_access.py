@@ -145,6 +145,27 @@ def test_clients_cannot_forge_lines_of_the_log(caplog: pytest.LogCaptureFixture)
     assert "sesame" not in caplog.text
 
 
+@pytest.mark.parametrize(("path", "is_logged"), {"/live": False, "/metrics": False, "/v1/models": True}.items())
+def test_access_log_omits_successful_probes(path: str, is_logged: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="longspan.access"):
+        assert client_of(make_server()).get(path).status_code == 200
+    assert [record.fields["path"] for record in caplog.records] == [path] * is_logged  # type: ignore[attr-defined]
+
+
+def test_access_log_has_refused_probes_and_can_be_disabled(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="longspan.access"):
+        client_of(make_server(api_keys=("sesame",))).get("/metrics")
+        client_of(make_server(access_log=False)).get("/v1/models")
+    [record] = caplog.records
+    assert record.fields | {"duration_s": 0} == {  # type: ignore[attr-defined]
+        "method": "GET",
+        "path": "/metrics",
+        "status": 401,
+        "duration_s": 0,
+        "request_id": record.fields["request_id"],  # type: ignore[attr-defined]
+    }
+
+
 def test_unknown_routes_and_methods_are_openai_errors() -> None:
     client = client_of(make_server())
     assert error_of(client.get("/v1/nothing"), 404)["type"] == "not_found_error"

@@ -33,7 +33,6 @@ class FakeLLM:
     failure: BaseException | None = None
     """Raised after the first word of an answer."""
     max_model_len = 1000
-    service = SimpleNamespace(setup=SimpleNamespace(policy=SimpleNamespace(hint=None)))
 
     def __init__(self, model: str, **arguments: Any) -> None:
         FakeLLM.last = self

@@ -40,10 +40,11 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 for _number, _verb in enumerate(
-    ("generate", "chat", "serve", "batch", "profile", "eval", "tune", "simulate", "estimate")
+    ("generate", "chat", "serve", "batch", "profile", "eval", "tune", "simulate", "estimate", "get")
 ):
     # Registered by name, so that a verb loads no module of another verb.
     app.command(f"longspan.cli.{_verb}:{_verb}", name=_verb, version_flags=(), sort_key=_number)
+app.register_install_completion_command(help="Install completion of verbs and flags for your shell.")
 
 
 @app.command(show=False, help_flags=(), version_flags=())

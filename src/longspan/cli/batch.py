@@ -22,11 +22,12 @@ from longspan.args import AUTO, EngineArgs
 from longspan.cli.auto_parallel import with_best_parallel
 from longspan.cli.inputs import TOO_LONG, read_lines
 from longspan.cli.options import ModelArgument, start, verb
-from longspan.cli.outputs import check_writable, note, write_result
+from longspan.cli.outputs import check_writable, note, note_progress, write_result
 from longspan.core.options import Option
 from longspan.core.transitions import phase_seconds
 from longspan.errors import ParameterError
 from longspan.file_errors import unread, unwritten
+from longspan.progress import MinuteLines
 
 if TYPE_CHECKING:
     from longspan.core.config import EngineConfig
@@ -114,8 +115,6 @@ def batch(
             engine = with_best_parallel(model, engine, unanswered, num_new)
         lines = (line for line in read_batch(input_file) if line.key not in answered)
         with start(model, engine, seed=seed) as llm, _Progress(llm, num_new) as progress:
-            if (hint := llm.service.setup.policy.hint) is not None:
-                note(hint)
             answers = _answers(llm, model, served_model_name or [], progress)
             progress.begun_s = time.monotonic()
             try:
@@ -218,6 +217,8 @@ class _Progress:
         self._llm, self._num_done, self._shown_s = llm, 0, 0.0
         self.begun_s = time.monotonic()
         self.num_tokens = self.num_served = 0
+        note(f"{total} requests to answer")
+        self._total, self._lines = total, MinuteLines("batch", note_progress)
         self._bar = tqdm(total=total, desc="requests", unit="request", dynamic_ncols=True, disable=None)
 
     def __enter__(self) -> Self:
@@ -232,6 +233,7 @@ class _Progress:
             self.num_tokens += body["usage"]["total_tokens"]
             self.num_served += 1
         self._num_done += 1
+        self._lines.update(self._num_done / self._total, f"{self._num_done} of {self._total} requests")
         if not self._bar.disable:
             self._bar.update(max(0, self._num_done - self._bar.n))
 

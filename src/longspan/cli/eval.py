@@ -18,12 +18,14 @@ from tqdm import tqdm
 from longspan import evals
 from longspan.args import EngineArgs
 from longspan.cli.options import ModelArgument, start, verb
-from longspan.cli.outputs import check_writable, number_table, write_result
+from longspan.cli.outputs import check_writable, note, note_progress, number_table, write_result
+from longspan.core.exchange import LOCAL
 from longspan.core.options import Option, length_list
 from longspan.errors import ParameterError
 from longspan.evals import Recording, Subject
 from longspan.file_errors import unread
 from longspan.limits import read_bytes
+from longspan.progress import MinuteLines, duration
 
 if TYPE_CHECKING:
     from longspan.core.sampling import SamplingParams
@@ -190,11 +192,27 @@ def _outputs(llm: LLM, groups: Sequence[Sequence[list[int]]], params: SamplingPa
     """Yield the outputs in order. Prompts of a group run together. A progress bar counts finished prompts."""
     for prompt in chain.from_iterable(groups):
         llm.check(prompt, params)
-    with tqdm(total=sum(map(len, groups)), desc="prompts", unit="prompt", dynamic_ncols=True, disable=None) as bar:
+    total, num_done = sum(map(len, groups)), 0
+    left = [len(prompt) for prompt in chain.from_iterable(groups)]
+    note(f"{total} prompts with {sum(left):,} tokens{_expected(llm, left)}")
+    lines = MinuteLines("eval", note_progress)
+    with tqdm(total=total, desc="prompts", unit="prompt", dynamic_ncols=True, disable=None) as bar:
         for group in groups:
             for output in llm.generate_each(group, [params] * len(group), use_tqdm=False):
                 bar.update()
+                num_done += 1
+                lines.update(sum(left[:num_done]) / sum(left), f"{num_done} of {total} prompts")
                 yield output
+
+
+def _expected(llm: LLM, lengths: Sequence[int]) -> str:
+    """Return the expected time of prompts on single instances, in words, if the machine was profiled."""
+    profile = llm.facts.profile
+    times = None if profile is None else profile.times().get((1, LOCAL))
+    if times is None:
+        return ""
+    expected_s = sum(times.seconds(length) for length in lengths) / llm.engine.config.cluster.num_instances
+    return f", about {duration(expected_s)} by the profile"
 
 
 def _read(path: Path) -> Recording:

@@ -22,6 +22,7 @@ from cyclopts import App, ArgumentCollection, Group, Parameter, Token
 from cyclopts.validators import Number
 
 import longspan
+from longspan import logs
 from longspan.args import EngineArgs
 from longspan.cli.signals import finishing, unwinding
 from longspan.core.checks import check_number
@@ -65,6 +66,25 @@ _CHOICES: Mapping[str, Callable[[], tuple[str, ...]]] = {
     "policy": policy_names,
 }
 """Values of options that are names of a registry, by the option's field."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """The log of a verb that starts an engine."""
+
+    log_level: Annotated[
+        logs.Level,
+        Option("Lowest level of the log on stderr. At info it shows the facts of the engine.", configures=True),
+    ] = "info"
+    log_format: Annotated[logs.Format, Option("Lines of the log: text, or one JSON object each.", configures=True)] = (
+        "text"
+    )
+
+    def apply(self) -> None:
+        logs.configure(self.log_level, self.log_format)
+
+
+_LOG = LogSettings()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +153,13 @@ _CONFIG = _Flag(
     kind=Path | None,
     default=None,
 )
+_COMMON, _MAX_COMMON = "Common options", 10
+_COMMON_FIELDS = (
+    *("prompt", "prompt_file", "system", "host", "port", "api_keys", "model_names", "task", "lengths", "quick", "keep"),
+    *("workload", "rate", "context", "hosts", "gpus_per_host", "parallel", "dtype", "max_model_len", "temperature"),
+    *("max_tokens", "as_json", "repeats", "partitions", "num_samples", "data", "log_level", "policy", "host_kv_gib"),
+)
+"""Fields by rank. The first group in help has arguments, required flags and these fields, `_MAX_COMMON` in total."""
 
 
 _FORM = "structured_outputs"
@@ -160,7 +187,10 @@ class _Verb(Generic[ReturnT]):
     def __call__(self, *args: object, **texts: object) -> ReturnT:
         given, flags = self.__signature__.bind(*args, **texts).arguments, self._flags
         try:
-            values = {field: flags[field].read(value) for field, value in given.items()}
+            values: dict[str, Any] = {field: flags[field].read(value) for field, value in given.items()}
+            if "log_level" in flags:
+                chosen = {field: values[field] for field in ("log_level", "log_format") if field in values}
+                replace(_LOG, **chosen).apply()
             return self._function(**_arguments(self._function, values))
         except ValueError as error:
             raise ValueError(self._with_flags(error, given)) from error
@@ -189,8 +219,8 @@ def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
     The default object has the defaults of the flags, so that verbs can share options and differ in their defaults.
     (Cyclopts itself uses the defaults of the class.) A short flag belongs to the first option that has it.
 
-    A verb with `EngineArgs` also reads its flags from the file of `--config`. It reads options that `configures` marks
-    from environment variables: `max_model_len` from `LONGSPAN_MAX_MODEL_LEN`.
+    A verb with `EngineArgs` also reads its flags from the file of `--config`, and its log goes to stderr. It reads
+    options that `configures` marks from environment variables: `max_model_len` from `LONGSPAN_MAX_MODEL_LEN`.
     """
     return _Verb(function)
 
@@ -198,12 +228,12 @@ def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
 def _flags_of(verb: Callable[..., object]) -> dict[str, _Flag]:
     """Return the flags of a verb's parameters, by field."""
     parameters, own = inspect.signature(verb).parameters, options_of(verb)
-    listed = [_CONFIG] if any(isinstance(parameter.default, EngineArgs) for parameter in parameters.values()) else []
+    starts_engine = any(isinstance(parameter.default, EngineArgs) for parameter in parameters.values())
+    listed = [_CONFIG, *_flags_in(_LOG)] if starts_engine else []
     for name, parameter in parameters.items():
         default = parameter.default
         if is_dataclass(default):
-            for field, (option, kind) in options_of(type(default)).items():
-                listed.append(_Flag(field=field, option=option, kind=kind, default=getattr(default, field)))
+            listed += [] if isinstance(default, LogSettings) else _flags_in(default)
         else:
             option, kind = own[name]
             positional = parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -216,12 +246,24 @@ def _flags_of(verb: Callable[..., object]) -> dict[str, _Flag]:
     return flags
 
 
+def _flags_in(default: Any) -> list[_Flag]:  # noqa: ANN401 - any dataclass with options
+    """Return the flags of a dataclass, with the defaults of this object."""
+    options = options_of(type(default)).items()
+    return [
+        _Flag(field=field, option=option, kind=kind, default=getattr(default, field))
+        for field, (option, kind) in options
+    ]
+
+
 def _signature(flags: Mapping[str, _Flag], choices: Mapping[str, Sequence[str]]) -> inspect.Signature:
-    titles = dict.fromkeys(flag.option.group for flag in flags.values())
-    groups = {title: Group(title, sort_key=number) for number, title in enumerate(titles)}
+    first = [field for field, flag in flags.items() if flag.positional or flag.default is inspect.Parameter.empty]
+    common = list(dict.fromkeys([*first, *(field for field in _COMMON_FIELDS if field in flags)]))[:_MAX_COMMON]
+    ordered = {field: flags[field] for field in dict.fromkeys([*common, *flags])}
+    titles = {field: _COMMON if field in common else flag.option.group for field, flag in ordered.items()}
+    groups = {title: Group(title, sort_key=number) for number, title in enumerate(dict.fromkeys(titles.values()))}
     parameters = [
-        flag.parameter(groups[flag.option.group], choices.get(field, ()), configurable="config" in flags)
-        for field, flag in flags.items()
+        flag.parameter(groups[titles[field]], choices.get(field, ()), configurable="config" in flags)
+        for field, flag in ordered.items()
     ]
     return inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 

@@ -17,6 +17,12 @@ def note(text: str) -> None:
     print(f"longspan: {text}", file=sys.stderr)
 
 
+def note_progress(text: str) -> None:
+    """Print a line to stderr, unless it is a terminal, which shows a progress bar instead."""
+    if not sys.stderr.isatty():
+        note(text)
+
+
 def number_table(title: str, *columns: str) -> Table:
     """Return a table with columns of numbers. A column without a name has texts."""
     from rich.table import Table  # noqa: PLC0415 - needed by verbs with tables only

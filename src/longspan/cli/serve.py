@@ -6,12 +6,11 @@ import asyncio
 import ipaddress
 import logging
 import os
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from longspan.args import EngineArgs
-from longspan.cli.options import ModelArgument, verb
+from longspan.cli.options import LogSettings, ModelArgument, verb
 from longspan.cli.outputs import note
 from longspan.core.options import Option
 from longspan.serve.settings import RequestLimits, ServerSettings
@@ -42,6 +41,7 @@ def serve(
     ] = 0,
     engine: EngineArgs = EngineArgs(),
     limits: RequestLimits = RequestLimits(),
+    log: LogSettings = LogSettings(),
 ) -> int:
     """Serve a model to clients of OpenAI's API until SIGTERM or Ctrl-C.
 
@@ -50,8 +50,6 @@ def serve(
     from longspan.serve import errors, messages, run  # noqa: PLC0415 - other verbs do not wait for FastAPI
 
     variable = os.environ.pop(_KEY, None)  # read already, and not for child processes
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    _log.setLevel(logging.INFO)
     if not server.api_keys and (variable is not None or not _is_loopback(server.host)):
         words = "there is no --api-key" if variable is None else f"{_KEY} is empty, so there is no key"
         _log.warning("%s: any client that reaches %s port %d can send requests", words, server.host, server.port)
@@ -62,6 +60,8 @@ def serve(
         max_num_queued_tokens=server.max_num_queued_tokens,
         engine_timeout_s=server.engine_timeout_s,
         max_worker_restarts=server.max_worker_restarts,
+        log_level=log.log_level,
+        log_format=log.log_format,
     )
     tracer = None if otlp_traces_endpoint is None else _tracer(otlp_traces_endpoint)
     settings = replace(server, model_names=server.model_names or (model,), tracer=tracer, limits=limits)

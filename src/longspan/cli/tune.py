@@ -13,9 +13,10 @@ from tqdm import tqdm
 from longspan.args import EngineArgs
 from longspan.cli.inputs import read_text
 from longspan.cli.options import start, verb
-from longspan.cli.outputs import check_writable, number_table, write_result
+from longspan.cli.outputs import check_writable, note, note_progress, number_table, write_result
 from longspan.core.options import Option
 from longspan.errors import ParameterError
+from longspan.progress import MinuteLines, duration
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -92,11 +93,14 @@ def _measure(llm: LLM, text: Text, header: Header, journal: Journal, max_minutes
     def minutes() -> float:
         return (time.monotonic() - begin) / 60
 
+    note(f"measuring for {duration(60 * max_minutes)}; {len(journal.points)} points were saved before")
+    lines = MinuteLines("tune", note_progress)
     layout = "{desc}: {bar} {n:.1f} of {total:g} minutes"
     with tqdm(total=max_minutes, desc="measuring", bar_format=layout, dynamic_ncols=True, disable=None) as bar:
         for point in tuning.measure(llm, text, header, journal.points, continues=lambda: minutes() < max_minutes):
             journal.add(point)
             bar.set_description(f"{len(journal.points)} points")
+            lines.update(minutes() / max_minutes, f"{len(journal.points)} points")
             bar.update(min(minutes(), max_minutes) - bar.n)
 
 

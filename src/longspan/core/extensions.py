@@ -1,7 +1,6 @@
 """Names that installed packages add to the registries of policies and exchanges.
 
-The registries do no I/O: `longspan/__init__.py` sets `finder`, which reads entry points. Without imports, since every
-process loads it.
+Every process loads this module, so it imports nothing. `longspan/__init__.py` sets `finder`, which does the I/O.
 """
 
 TYPE_CHECKING = False

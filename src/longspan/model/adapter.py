@@ -7,6 +7,7 @@ is one of its keyword arguments, which transformers' models hand down to the att
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from longspan.model.stages import LayerArguments, Stage
     from longspan.model.whole_step import RotaryOf, WholeStep
 
+_log = logging.getLogger("longspan")
 SERVE = "longspan"
 """The name of the attention function in transformers, for models that serve."""
 
@@ -52,6 +54,7 @@ class Model:
         first_kv_heads: for each layer, the number of this share's first KV head in the whole model.
         stage: the pipeline stage; None for all layers.
         layers: the modules of the layers, by number.
+        fallbacks: sentences on parts that our kernels do not compute, with the reason.
         copied_bytes: bytes of the parameters that are not views of the mapped weights.
         trunk: computes steps. The variant is chosen here.
     """
@@ -98,6 +101,7 @@ class Model:
 
             sum_partial_results(self.module, self.shard, self._current.reduce, self._stored.shape)
         layer_trunk = LayerTrunk(self.module, self.stage, self._current, device)
+        self.fallbacks: list[str] = []
         step: WholeStep | GraphStep | None = None
         is_alone = tp == 1 and self.stage is None
         if fused:
@@ -171,18 +175,24 @@ class Model:
         by_address = {weight.data_ptr(): levels[name] for name, weight in own_weights if name in levels}
         with self.summed_by(lambda partial: partial):
             reduce = None if self.shard.size == 1 else self._current.reduce
-            fused = fuse_layers(layers, self.specs, reduce, self._rotary_of_positions, by_address, positions)
+            rotary_at, log = self._rotary_of_positions, self._log_fallback
+            fused = fuse_layers(layers, self.specs, reduce, rotary_at, by_address, positions, log=log)
         head = None
         if self.stage is None or self.stage.is_last:
-            head = fuse_head(self.module.get_output_embeddings(), by_address)
+            head = fuse_head(self.module.get_output_embeddings(), by_address, log)
         if not whole_steps or head is None or len(fused) < self.info.num_layers:
             return None
-        table = RotaryTable(self._rotary_of_positions)
+        table = RotaryTable(rotary_at)
         has_switch = self.info.rope_switch_length is not None
         rotary: RotaryOf = self.rotary if has_switch else lambda positions, _: table(positions)
-        step = whole_step(self.module, [fused[layer] for layer in layers], head, rotary, trunk.all_logits, positions)
+        own = [fused[layer] for layer in layers]
+        step = whole_step(self.module, own, head, rotary, trunk.all_logits, positions, log=log)
         table.clear()
         return step
+
+    def _log_fallback(self, text: str) -> None:
+        _log.info("%s", text)
+        self.fallbacks.append(text)
 
     def _rotary_of_positions(self, positions: Tensor) -> Rotary:
         return self.rotary(positions, torch.full_like(positions, int(positions.max()) + 1))

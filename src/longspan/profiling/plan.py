@@ -16,7 +16,7 @@ DECODE_STEPS = 8
 """Times between tokens per measurement, after all requests have started."""
 _BATCHES = (1, 2, 4, 8)
 _BATCHES_WITH_SINGLES = (1, 2, 4)
-_MAX_OF_LONGEST = 4
+_MAX_OF_LONGEST, _MIN_QUICK = 4, 2
 
 
 def default_lengths(max_model_len: int) -> tuple[int, ...]:
@@ -24,6 +24,27 @@ def default_lengths(max_model_len: int) -> tuple[int, ...]:
     doubled = (512 * 2**power for power in range(max_model_len.bit_length()))
     shorter = [length for length in doubled if length < max_model_len - 1]
     return tuple(sorted({*(shorter or [max(1, max_model_len // 2 - 1)]), max_model_len - 1}))
+
+
+def quick_lengths(max_model_len: int) -> tuple[int, ...]:
+    """Return the default lengths without the longest, whose prompts take about half of all time."""
+    lengths = default_lengths(max_model_len)
+    return lengths[:-1] if len(lengths) > _MIN_QUICK else lengths
+
+
+def work(task: Prefill | Decode, hidden_size: int) -> float:
+    """Return the work of a measurement in tokens without context, for an estimate of its time.
+
+    A layer's products take about 24 * hidden_size² operations per token, its attention 4 * hidden_size per token of
+    context. Of the prompts of a decode, half were computed for a smaller batch.
+    """
+
+    def prefill(new_tokens: int, cached_tokens: int = 0) -> float:
+        return new_tokens * (1 + (cached_tokens + new_tokens / 2) / (6 * hidden_size))
+
+    if isinstance(task, Decode):
+        return -(-task.batch // 2) * prefill(task.context_tokens) / task.members
+    return (prefill(task.new_tokens, task.cached_tokens) + prefill(task.cached_tokens)) / task.members
 
 
 def kinds_of_links(num_ranks: int) -> set[tuple[TransferKind, int]]:

@@ -32,8 +32,11 @@ from longspan.profiling.plan import (
     all_missing,
     default_lengths,
     kinds_of_links,
+    quick_lengths,
+    work,
 )
 from longspan.profiling.store import load_partitions, load_profile, save_partitions, save_profile
+from longspan.progress import MinuteLines, Say, duration
 
 
 class Instances(Protocol):
@@ -74,11 +77,25 @@ _ONE_TOKEN = SamplingParams(max_tokens=1)
 _WARM_UP_TOKENS = 256
 
 
-def measure(start: Start, max_members: int, lengths: Sequence[int] | None, repeats: int) -> Profile:
+def measure(
+    start: Start,
+    max_members: int,
+    lengths: Sequence[int] | None,
+    repeats: int,
+    *,
+    quick: bool = False,
+    say: Say = lambda _: None,
+    say_progress: Say = lambda _: None,
+) -> Profile:
     """Return the stored profile of this machine, after measuring missing times of groups of 1 to `max_members`.
 
     One instance is timed while the other instances are busy: with the same prompt, or with prefills while it decodes.
     Groups with fewer than `max_members` members are timed while nothing else runs. Each time is saved immediately.
+
+    Args:
+        quick: without `lengths`, leave out the longest prompts.
+        say: prints the expected time before measurements.
+        say_progress: prints a line a minute.
 
     Raises:
         ValueError: for lengths that the model does not support, or a stored profile that cannot be read.
@@ -91,25 +108,36 @@ def measure(start: Start, max_members: int, lengths: Sequence[int] | None, repea
         )
         profile = load_profile(llm.profile_key) or Profile(profile_key=llm.profile_key)
         profile = profile.of_one_beside(max_members - 1)
+        if lengths is None and quick:
+            lengths = quick_lengths(capacity.max_model_len)
         prompts = _prompts(lengths, capacity)
         missing = partial(all_missing, prompts=prompts, capacity=capacity, repeats=repeats)
-        profile = _measure_missing(llm, profile, {1, max_members}, missing)
+        measure_missing = partial(_measure_missing, missing=missing, say=say, say_progress=say_progress)
+        profile = measure_missing(llm, profile, {1, max_members})
     for members in range(max_members - 1, 1, -1):
         if missing(profile, {members}):
             with start(members) as llm:
-                profile = _measure_missing(llm, profile, {members}, missing)
+                profile = measure_missing(llm, profile, {members})
     return profile
 
 
-def _measure_missing(llm: Instances, profile: Profile, sizes: set[int], missing: Missing) -> Profile:
-    members = max(sizes)
+def _measure_missing(
+    llm: Instances, profile: Profile, sizes: set[int], *, missing: Missing, say: Say, say_progress: Say
+) -> Profile:
+    members, is_warm = max(sizes), False
     name = "one instance" if members == 1 else f"{members} instances"
-    if missing(profile, sizes):
-        _warm_up(llm, members)
     while tasks := missing(profile, sizes):
-        for task in tqdm(tasks, desc=name, unit="time", dynamic_ncols=True, disable=None):
+        left = [work(task, llm.info.hidden_size) for task in tasks]
+        total, num_tasks = sum(left), len(tasks)
+        if not is_warm:
+            expected_s = total / _warm_up(llm, members)
+            say(f"{name}: {num_tasks} measurements, about {duration(expected_s)} by the speed of a short prompt")
+            is_warm = True
+        lines = MinuteLines(name, say_progress)
+        for number, task in enumerate(tqdm(tasks, desc=name, unit="time", dynamic_ncols=True, disable=None), 1):
             profile = _measured(llm, profile, task)
             save_profile(profile)
+            lines.update(sum(left[:number]) / total, f"{number} of {num_tasks} measurements")
     return profile
 
 
@@ -201,12 +229,16 @@ def _timed_decode(llm: Instances, task: Decode, time: int) -> float:
     return statistics.median(latest.metrics.tbt_s[1:DECODE_STEPS])
 
 
-def _warm_up(llm: Instances, members: int) -> None:
-    """Make the first calls, which are slower: threads and connections start, and pages are first touched."""
+def _warm_up(llm: Instances, members: int) -> float:
+    """Make the first calls, which are slower: threads and connections start, and pages are first touched.
+
+    Return the tokens per second of one member.
+    """
     length = min(_WARM_UP_TOKENS, llm.max_model_len - 1)
     for exchange in (RING_KV, ALLTOALL) if members > 1 else (LOCAL,):
         task = Prefill(members=members, exchange=str(exchange), new_tokens=length, cached_tokens=0, seconds=())
-        _timed(llm, task, "warm-up")
+        seconds = _timed(llm, task, "warm-up")
+    return length / members / max(seconds, 1e-9)
 
 
 def _timed(llm: Instances, task: Prefill, seed: str) -> float:

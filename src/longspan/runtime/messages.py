@@ -89,9 +89,10 @@ Command = WorkerCommand | RunReshard | Measure | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The worker has loaded its model and connected to the other ranks, or has prepared decode steps."""
+    """The worker has loaded its model, with its `fallbacks`, connected to all ranks, or prepared decode steps."""
 
     rank: int
+    fallbacks: tuple[str, ...] = ()
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):

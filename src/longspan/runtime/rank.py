@@ -73,7 +73,8 @@ class Rank:
     def serve(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
         """Execute commands until Stop. Return True if no KV was in flight then."""
         inbox = Inbox(commands)
-        send_report(reports, messages.Ready(rank=self._rank))
+        fallbacks = tuple(text for model in self._models.values() for text in model.fallbacks)
+        send_report(reports, messages.Ready(self._rank, fallbacks))
         while True:
             worker = self._worker
             with self._watch.during("controller"):

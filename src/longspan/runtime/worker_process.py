@@ -76,9 +76,7 @@ def _load(config: WorkerConfig, rank: int, run_dir: str) -> Rank:
         from longspan.runtime.device_memory import CudaMemory  # noqa: PLC0415 - only on CUDA devices
 
         probe = CudaMemory(device)
-    loaded = Rank(config, rank, device, connect, probe=probe)
-    _log.info("ready: %s on %s, %d threads", config.files.name, config.device, torch.get_num_threads())
-    return loaded
+    return Rank(config, rank, device, connect, probe=probe)
 
 
 def open_transports(

@@ -74,7 +74,9 @@ def make_app(server: Server) -> FastAPI:
             allow_headers=("*",),
             expose_headers=("x-request-id", "x-should-retry", "retry-after", "x-expected-ttft"),
         )
-    app.add_middleware(RequestContext, root_path=settings.root_path, intake=server.intake)
+    app.add_middleware(
+        RequestContext, root_path=settings.root_path, intake=server.intake, logs_access=settings.access_log
+    )
     return app
 
 

@@ -7,12 +7,13 @@ This module imports little, so that the process that forks workers imports PyTor
 from __future__ import annotations
 
 import gc
-import logging
+import json
 import shutil
 import signal
 import sys
 import tempfile
 
+from longspan import logs
 from longspan.core.exports import uncollected
 from longspan.runtime.child import end_with_parent
 from longspan.runtime.executor.forkserver import start_server
@@ -28,9 +29,8 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         return
     end_with_parent(sys.stdin.fileno(), remove=folder)  # workers end with this process
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("longspan").setLevel(logging.INFO)
-    logging.getLogger().setLevel(logging.WARNING)
+    setup = json.loads(line)
+    logs.configure(setup["log_level"], setup["log_format"])
     start_server()
     with uncollected():
         from longspan.serve.engine_loop import serve  # noqa: PLC0415 - seconds of imports

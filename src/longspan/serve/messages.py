@@ -24,6 +24,7 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
             core sends `Stats` four times in it.
         max_worker_restarts: number of times that lost workers are replaced. Afterwards their instances are removed.
             None for no limit.
+        log_level, log_format: see `logs.configure`.
     """
 
     engine: EngineArgs
@@ -31,6 +32,8 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_tokens: int
     engine_timeout_s: float = 60.0
     max_worker_restarts: int | None = None
+    log_level: str = "info"
+    log_format: str = "text"
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):

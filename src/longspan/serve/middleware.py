@@ -28,6 +28,8 @@ from longspan.serve.errors import error_response
 
 OPEN_PATHS = frozenset({"/live", "/health", "/version"})
 """The only routes that need no key."""
+PROBE_PATHS = frozenset({"/live", "/health", "/version", "/metrics"})
+"""Routes that monitoring requests every few seconds. The access log omits their successes."""
 
 CONNECTIONS_LOG = "longspan.connections"
 """The logger of events that any client can cause at any rate without a request."""
@@ -71,12 +73,13 @@ class Intake:
 class RequestContext:
     """Gives each request an id, from its `x-request-id` or a new one, returns it in the response, and logs a line.
 
+    The access log omits successful probes of the server's state, and all requests without `logs_access`.
     It also sets the scope's `root_path`, the prefix that a proxy removes. HEAD is answered as GET: the protocol sends
     no body.
     """
 
-    def __init__(self, app: ASGIApp, root_path: str, intake: Intake) -> None:
-        self._app, self._root_path, self._intake = app, root_path, intake
+    def __init__(self, app: ASGIApp, root_path: str, intake: Intake, *, logs_access: bool = True) -> None:
+        self._app, self._root_path, self._intake, self._logs_access = app, root_path, intake, logs_access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["root_path"] = self._root_path
@@ -98,9 +101,17 @@ class RequestContext:
             await self._app(as_get, receive, send_with_id)
         finally:
             self._intake.open_requests.remove(entry)
-            spent_s = time.monotonic() - begin_s
-            path = quote(scope["path"])  # a path with line breaks must not forge lines of the log
-            _log.info("%s %s %s %.3f s %s", scope["method"], path, state.get("status", "-"), spent_s, request_id)
+            if self._logs_access:
+                _log_access(scope, state.get("status"), time.monotonic() - begin_s, request_id)
+
+
+def _log_access(scope: Scope, status: int | None, spent_s: float, request_id: str) -> None:
+    if path_of(scope) in PROBE_PATHS and status is not None and status < HTTPStatus.BAD_REQUEST:
+        return
+    path = quote(scope["path"])  # a path with line breaks must not forge lines of the log
+    shown = {"method": scope["method"], "path": path, "status": status, "duration_s": round(spent_s, 3)}
+    words = (scope["method"], path, "-" if status is None else status, spent_s, request_id)
+    _log.info("%s %s %s %.3f s %s", *words, extra={"fields": {**shown, "request_id": request_id}})
 
 
 class Gate:

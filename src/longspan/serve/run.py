@@ -115,7 +115,7 @@ async def serve(setup: EngineSetup, settings: ServerSettings) -> int:
         ValueError: the setup is wrong, or the address is not free.
         EngineLostError: the engine does not start, or cannot be kept alive.
     """
-    signals, app = _Signals(), StartingApp(settings.root_path)
+    signals, app = _Signals(), StartingApp(settings.root_path, logs_access=settings.access_log)
     listening = listening_socket(settings.host, settings.port, settings.reader_timeout_s)
     address = listening.getsockname()[:2]
     _log.info("loading %s; until it serves, http://%s:%d answers 503", setup.engine.model, *address)
@@ -251,8 +251,8 @@ def listening_socket(host: str, port: int, reader_timeout_s: float) -> socket.so
 class StartingApp:
     """An ASGI app in place of `app`. Until `app` is set, `/live` is answered 200, everything else 503."""
 
-    def __init__(self, root_path: str) -> None:
-        self.app: ASGIApp = RequestContext(_starting, root_path, Intake())
+    def __init__(self, root_path: str, *, logs_access: bool = True) -> None:
+        self.app: ASGIApp = RequestContext(_starting, root_path, Intake(), logs_access=logs_access)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)

@@ -219,6 +219,9 @@ class ServerSettings:
     shutdown_timeout_s: Annotated[
         float, _server("Seconds for open requests after SIGTERM. A second signal ends the server at once.", minimum=0)
     ] = 30.0
+    access_log: Annotated[
+        bool, _server("Log a line per request, except successful probes (/health, /live, /version, /metrics).")
+    ] = True
     metrics_prefix: Annotated[str, _server("Prefix of metric names, such as vllm: for dashboards made for vLLM.")] = (
         "longspan:"
     )

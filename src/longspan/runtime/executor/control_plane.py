@@ -89,6 +89,7 @@ class WorkerExecutor:
     Attributes:
         wakeup: a zmq socket or file descriptor that also ends the wait of `poll` when it is readable.
         ended: see `Executor`.
+        fallbacks: sentences of the workers that started first on parts of the model that our kernels do not compute.
         worker_times: by rank, the seconds per category up to the latest step, if the workers record them.
     """
 
@@ -134,7 +135,8 @@ class WorkerExecutor:
             stored.connect(messages.report_address(launcher.endpoint))
             for rank in range(cluster.num_ranks):
                 self._start(rank)
-            self._await(messages.Ready)
+            ready = self._await(messages.Ready)
+            self.fallbacks = tuple(dict.fromkeys(text for report in ready for text in report.fallbacks))
             acquired.pop_all()
 
     @property
