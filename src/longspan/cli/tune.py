@@ -100,8 +100,9 @@ def _measure(llm: LLM, text: Text, header: Header, journal: Journal, max_minutes
         for point in tuning.measure(llm, text, header, journal.points, continues=lambda: minutes() < max_minutes):
             journal.add(point)
             bar.set_description(f"{len(journal.points)} points")
-            lines.update(minutes() / max_minutes, f"{len(journal.points)} points")
-            bar.update(min(minutes(), max_minutes) - bar.n)
+            spent = min(minutes(), max_minutes)
+            lines.update(spent / max_minutes, f"{len(journal.points)} points")
+            bar.update(spent - bar.n)
 
 
 def _accuracy(held_out: HeldOut) -> str:
