@@ -107,8 +107,11 @@ def _describe(app: FastAPI, server: Server) -> None:
 
 
 def body_schemas() -> dict[str, Any]:
-    """Return the schemas of all request bodies, for the components of the OpenAPI document."""
-    bodies = (
+    """Return the schemas of all request bodies, for the components of the OpenAPI document.
+
+    Those of translated APIs include answers.
+    """
+    bodies: tuple[type[BaseModel], ...] = (
         requests.CompletionRequest,
         chat_requests.ChatCompletionRequest,
         chat_requests.TokenizeRequest,
@@ -117,6 +120,9 @@ def body_schemas() -> dict[str, Any]:
         requests.Parallel,
         requests.Recording,
     )
+    from longspan.serve.apis import responses_requests  # noqa: PLC0415 - loaded on first use
+
+    bodies = (*bodies, responses_requests.ResponsesRequest, responses_requests.ResponsesAnswer)
     inputs: Any = [(body, "validation") for body in bodies]
     _, schema = models_json_schema(inputs, ref_template="#/components/schemas/{model}")
     definitions: dict[str, Any] = schema["$defs"]
@@ -129,7 +135,7 @@ def write_bounds(document: dict[str, Any], model_names: tuple[str, ...], vocab_s
     for name in ("TokenIds", "StopTokens"):
         components[name]["items"]["maximum"] = vocab_size - 1
     for schema in components.values():
-        for name in ("max_tokens", "max_completion_tokens"):
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             for option in schema.get("properties", {}).get(name, {}).get("anyOf", ()):
                 if option.get("type") == "integer":
                     option["maximum"] = max_model_len - 1  # after a prompt of one token
@@ -208,6 +214,11 @@ _EVENTS = {
     "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON. The last is [DONE]."}},
 }
 """The schema of an event of a stream."""
+_NAMED_EVENTS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string", "description": "JSON of this type."}},
+}
+"""The schema of an event of a stream whose events have names."""
 
 
 def _add_state(app: FastAPI, server: Server) -> None:
@@ -259,6 +270,13 @@ def _add_text(app: FastAPI, server: Server) -> None:
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await server.answer(request, await server.parse(request, chat_requests.ChatCompletionRequest))
+
+    @app.post("/v1/responses", **_described_by_name("ResponsesRequest", "ResponsesAnswer", streams=True))
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, as OpenAI's Responses API without stored responses."""
+        from longspan.serve.apis import responses_api  # noqa: PLC0415 - loaded on first use
+
+        return await responses_api.answer(server, request)
 
     @app.post("/tokenize", **_described(chat_requests.TokenizeRequest, schemas.TokenizeResponse))
     async def tokenize(request: Request) -> Response:
@@ -345,5 +363,19 @@ def _described(
         "tags": [tag],
         "response_model": None,
         "responses": {200: {"model": response, "content": content}, **_ERRORS},
+        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+    }
+
+
+def _described_by_name(body: str, answer: str, *, streams: bool = False) -> dict[str, Any]:
+    """Return the description of a route whose models are loaded with the OpenAPI document."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{answer}"}}}
+    if streams:
+        content["text/event-stream"] = {"schema": _NAMED_EVENTS}
+    schema = {"$ref": f"#/components/schemas/{body}"}
+    return {
+        "tags": ["text"],
+        "response_model": None,
+        "responses": {200: {"description": "The answer.", "content": content}, **_ERRORS},
         "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
     }

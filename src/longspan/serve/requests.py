@@ -6,7 +6,7 @@ Values of other types are not converted. Null always means that a field was not 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
@@ -109,8 +109,9 @@ vLLM's servers.
 
 
 class WireModel(BaseModel):
-    """Ignores unknown fields, except fields of `UNSERVED` with a value that is not neutral."""
+    """Ignores unknown fields, except fields of `unserved` with a value that is not neutral."""
 
+    unserved: ClassVar[Mapping[str, tuple[Sequence[object], str]]] = UNSERVED
     model_config = ConfigDict(
         strict=True,
         extra="ignore",
@@ -125,9 +126,9 @@ class WireModel(BaseModel):
     def _refuse_unserved(cls, data: object) -> object:
         if isinstance(data, dict):
             for name, value in data.items():
-                if name in cls.model_fields or name not in UNSERVED or value is None:
+                if name in cls.model_fields or name not in cls.unserved or value is None:
                     continue
-                neutral, remedy = UNSERVED[name]
+                neutral, remedy = cls.unserved[name]
                 if value not in neutral:
                     raise WireError(f"it is not supported: {remedy}", name)
         return data

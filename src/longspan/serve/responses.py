@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from longspan import __version__
@@ -45,11 +46,17 @@ _MIN_LOGPROB = -9999.0
 
 
 def prepared(
-    request: TextRequest, served: ServedModel, *, request_id: str, model: str, grammar: str | None = None
+    request: TextRequest,
+    served: ServedModel,
+    *,
+    request_id: str,
+    model: str,
+    grammar: str | None = None,
+    chat_form: Callable[..., ChatAssembler] | None = None,
 ) -> Assembler:
     """Make the engine requests of a request and return the assembler of its answer, in which the model is `model`.
 
-    For `grammar` and errors see `completion_requests`.
+    `chat_form` replaces `ChatAssembler`. For `grammar` and errors see `completion_requests`.
     """
     head: Body = {"created": int(time.time()), "model": model, "system_fingerprint": _FINGERPRINT}
     tokenizer = served.input_processor.tokenizer
@@ -57,7 +64,7 @@ def prepared(
         engine_request = chat_request(request, served, grammar)
         reader = output_reader(request, served, engine_request.text or "")
         head = {"id": f"chatcmpl-{request_id}", **head, "service_tier": "default"}
-        return ChatAssembler(request, [engine_request], tokenizer, head, reader)
+        return (chat_form or ChatAssembler)(request, [engine_request], tokenizer, head, reader)
     engine_requests = completion_requests(request, served, grammar)
     return CompletionAssembler(request, engine_requests, tokenizer, {"id": f"cmpl-{request_id}", **head})
 
@@ -144,12 +151,18 @@ class AnswerChoice:
 
 
 class Assembler(ABC):
-    """Makes one answer: by `add` and `whole`, or, for a stream, by `chunks` and `last_chunks`.
+    """Makes one answer: by `add` and `whole`, or, for a stream, by `first_chunks`, `chunks` and `last_chunks`.
 
     Choice j of engine request i is choice `i * n + j` of the answer. All bodies begin with the fields of `head`.
     `reader` makes a reader for each output, if outputs may have more than content.
+
+    Attributes:
+        keep_alive: bytes that a stream sends in a pause.
+        end: bytes at the end of a stream without an error.
     """
 
+    keep_alive = b": still working\n\n"
+    end = b"data: [DONE]\n\n"
     whole_object: str
     chunk_object: str
     request: TextRequest
@@ -189,7 +202,7 @@ class Assembler(ABC):
 
     def whole(self) -> Body:
         """Return the body of the answer when every engine request is finished."""
-        choices = [self.whole_choice(choice, _joined(choice.deltas)) for choice in self.choices]
+        choices = [self.whole_choice(choice, joined(choice.deltas)) for choice in self.choices]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage(*self.choices)}
 
     def chunks(self, prompt: int, delta: Delta) -> list[Body]:
@@ -206,6 +219,18 @@ class Assembler(ABC):
         if self._has_usage:  # as in OpenAI's streams: null except in the last chunk
             chunk["usage"] = self._usage(choice) if self._chunks_have_usage else None
         return chunk
+
+    def first_chunks(self) -> list[Body]:
+        """Return the chunks of a stream before all others."""
+        return []
+
+    def failure_chunks(self, error: ServeError) -> list[Body]:
+        """Return the last chunks of a stream that fails."""
+        return [error_body(error.status, str(error), param=error.param, code=error.code)]
+
+    def encoded(self, chunk: Body) -> bytes:
+        """Encode a chunk as one server-sent event."""
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
     def last_chunks(self) -> list[Body]:
         """Return the chunks of a stream after every engine request is finished."""
@@ -263,7 +288,7 @@ class Assembler(ABC):
         }
 
 
-def _joined(deltas: Sequence[Delta]) -> Delta:
+def joined(deltas: Sequence[Delta]) -> Delta:
     """Return successive deltas of a choice as one delta."""
     logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
     return replace(

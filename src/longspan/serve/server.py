@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from anyio import CancelScope, CapacityLimiter
@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from longspan.core.options import PolicySettings
 from longspan.serve import messages
-from longspan.serve.chat_requests import TextRequest, TokenizeRequest
+from longspan.serve.chat_requests import TextRequest
 from longspan.serve.client import EngineClient, abandon
 from longspan.serve.convert import ServedModel, grammar_kind, grammar_of, read_request
 from longspan.serve.errors import (
@@ -32,28 +32,33 @@ from longspan.serve.errors import (
     ServeError,
     WireError,
     as_wire_errors,
-    error_body,
     shortened,
 )
 from longspan.serve.messages import StepOutputs
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import LARGE_BODY_BYTES, Intake
 from longspan.serve.output_queue import Output, OutputQueue
-from longspan.serve.requests import CompletionRequest, DetokenizeRequest, Parallel, PolicyUpdate, Recording
-from longspan.serve.responses import Assembler, prepared
+from longspan.serve.requests import CompletionRequest, Parallel, PolicyUpdate, Recording
+from longspan.serve.responses import Assembler, Body, ChatAssembler, prepared
 from longspan.serve.schemas import ModelCard, ModelList
 from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import InputProcessor
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
-BodyT = TypeVar("BodyT", TokenizeRequest, DetokenizeRequest)
+BodyT = TypeVar("BodyT", bound="NamesModel")
 ResultT = TypeVar("ResultT")
 _log = logging.getLogger("longspan")
 _MAX_GRAMMARS = 32
 """Grammars that may wait for their check, which can take seconds."""
 _TIMELINE_S = 60.0
-_KEEP_ALIVE = b": still working\n\n"
-_END = b"data: [DONE]\n\n"
+
+
+class NamesModel(Protocol):
+    """A request body that may name the model."""
+
+    @property
+    def model(self) -> str | None:
+        """A name of the served model, or None."""
 
 
 class Server:
@@ -119,8 +124,10 @@ class Server:
         with self._watch(request).held():
             return await texts.run(function, body, self.served)
 
-    async def answer(self, request: Request, body: TextRequest) -> Response:
-        """Answer a request for text, whole or as a stream."""
+    async def answer(
+        self, request: Request, body: TextRequest, chat_form: Callable[..., ChatAssembler] | None = None
+    ) -> Response:
+        """Answer a request for text, whole or as a stream. `chat_form` makes the answers of another API."""
         self.check_open()
         self.served.check_name(body.model)
         texts = await self._texts_pool(request)
@@ -129,7 +136,7 @@ class Server:
         watch = self._watch(request)
         with watch.held(), contextlib.ExitStack() as unfinished:
             grammar = await self._grammar(body)
-            assembler = await texts.run(self._prepared, request, body, grammar)
+            assembler = await texts.run(self._prepared, request, body, grammar, chat_form)
             self.check_open()
             outputs = await self.engine.submit(assembler.engine_requests)
             unfinished.callback(outputs.close)
@@ -191,9 +198,17 @@ class Server:
         pool = self._quick if kind == "json_object" else self.grammars
         return await pool.run(grammar_of, body, self.served)
 
-    def _prepared(self, request: Request, body: TextRequest, grammar: str) -> Assembler:
-        name = body.model or self.settings.model_names[0]
-        assembler = prepared(body, self.served, request_id=request.state.request_id, model=name, grammar=grammar)
+    def _prepared(
+        self, request: Request, body: TextRequest, grammar: str, chat_form: Callable[..., ChatAssembler] | None
+    ) -> Assembler:
+        assembler = prepared(
+            body,
+            self.served,
+            request_id=request.state.request_id,
+            model=body.model or self.settings.model_names[0],
+            grammar=grammar,
+            chat_form=chat_form,
+        )
         num_tokens = sum(len(engine_request.token_ids) for engine_request in assembler.engine_requests)
         with as_wire_errors("prompt"):
             self.settings.check_queue(len(assembler.engine_requests), num_tokens)
@@ -277,7 +292,7 @@ class EventStream(Response):
         self._watch, self._pool, self._first = watch, pool, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the client watch receives
-        last = _END
+        last = self._assembler.end
         try:
             with self._watch.held():
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -285,28 +300,33 @@ class EventStream(Response):
         except (ClientGoneError, OSError):  # the client has disconnected, or reads nothing
             return
         except ServeError as error:
-            last = _event(error_body(error.status, str(error), param=error.param, code=error.code))
+            last = self._encoded(self._assembler.failure_chunks(error))
         finally:
             self._outputs.close()
         with contextlib.suppress(OSError):
             await self._send(send, last, is_last=True)
 
     async def _send_events(self, send: Send) -> None:
+        await self._send(send, self._encoded(self._assembler.first_chunks()))
         outputs: Sequence[Output] | None = self._first
         while outputs is None or outputs:
             if outputs is None:
                 progress = self._outputs.take_progress()
-                await self._send(send, _KEEP_ALIVE if progress is None else b": prefill %d/%d\n\n" % progress)
+                pause = self._assembler.keep_alive
+                await self._send(send, pause if progress is None else b": prefill %d/%d\n\n" % progress)
             elif any(delta.prompt_logprobs is not None for _, delta in outputs):  # slow for a long prompt
                 await self._send(send, await self._pool.run(_chunks, self._assembler, outputs))
             else:
                 await self._send(send, _chunks(self._assembler, outputs))
             outputs = await _within(self._settings.keep_alive_s, self._outputs)
-        await self._send(send, b"".join(map(_event, self._assembler.last_chunks())))
+        await self._send(send, self._encoded(self._assembler.last_chunks()))
+
+    def _encoded(self, chunks: Sequence[Body]) -> bytes:
+        return b"".join(map(self._assembler.encoded, chunks))
 
     async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
         """Send bytes, waiting at most `reader_timeout_s` for a slow reader. Meanwhile, outputs collect for one send."""
-        if data:
+        if data or is_last:
             async with asyncio.timeout(self._settings.reader_timeout_s):
                 await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
@@ -332,12 +352,7 @@ def _whole(assembler: Assembler, outputs: Sequence[Output]) -> bytes:
 
 
 def _chunks(assembler: Assembler, outputs: Sequence[Output]) -> bytes:
-    return b"".join(_event(chunk) for index, delta in outputs for chunk in assembler.chunks(index, delta))
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    """Encode one server-sent event."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    return b"".join(assembler.encoded(chunk) for index, delta in outputs for chunk in assembler.chunks(index, delta))
 
 
 class WorkerPool:

@@ -19,7 +19,7 @@ from longspan.errors import ParameterError
 from longspan.serve.middleware import path_of
 from longspan.serve.output_queue import OutputQueue
 
-_TRACED = frozenset({"/v1/completions", "/v1/chat/completions"})
+_TRACED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 _SERVER_ERROR = 500
 _PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 
