@@ -91,8 +91,11 @@ def _describe(app: FastAPI, server: Server) -> None:
         components = document.setdefault("components", {})
         components.setdefault("schemas", {}).update(body_schemas())
         if settings.api_keys:
-            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            document["security"] = [{"key": []}]
+            components["securitySchemes"] = {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            }
+            document["security"] = [{"key": []}, {"x-api-key": []}]
             for operation in (operation for path in OPEN_PATHS for operation in document["paths"][path].values()):
                 operation["security"] = []
         write_bounds(document, settings.model_names, input_processor.vocab_size, max_model_len)
@@ -120,9 +123,14 @@ def body_schemas() -> dict[str, Any]:
         requests.Parallel,
         requests.Recording,
     )
-    from longspan.serve.apis import responses_requests  # noqa: PLC0415 - loaded on first use
+    from longspan.serve.apis import messages_requests, responses_requests  # noqa: PLC0415 - loaded on first use
 
-    bodies = (*bodies, responses_requests.ResponsesRequest, responses_requests.ResponsesAnswer)
+    bodies = (
+        *bodies,
+        *(responses_requests.ResponsesRequest, responses_requests.ResponsesAnswer),
+        *(messages_requests.MessagesRequest, messages_requests.MessagesAnswer),
+        *(messages_requests.CountTokensRequest, messages_requests.CountTokensAnswer),
+    )
     inputs: Any = [(body, "validation") for body in bodies]
     _, schema = models_json_schema(inputs, ref_template="#/components/schemas/{model}")
     definitions: dict[str, Any] = schema["$defs"]
@@ -209,6 +217,7 @@ _SECONDS = {
     "description": "The trace has the last seconds of the recording.",
     "schema": {"type": "number", "exclusiveMinimum": 0, "default": 60},
 }
+_MESSAGES_ERRORS = {status: {**error, "model": schemas.MessagesErrorBody} for status, error in _ERRORS.items()}
 _EVENTS = {
     "type": "object",
     "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON. The last is [DONE]."}},
@@ -277,6 +286,20 @@ def _add_text(app: FastAPI, server: Server) -> None:
         from longspan.serve.apis import responses_api  # noqa: PLC0415 - loaded on first use
 
         return await responses_api.answer(server, request)
+
+    @app.post("/v1/messages", **_described_by_name("MessagesRequest", "MessagesAnswer", streams=True))
+    async def messages(request: Request) -> Response:
+        """Answer a conversation, as Anthropic's Messages API."""
+        from longspan.serve.apis import messages_api  # noqa: PLC0415 - loaded on first use
+
+        return await messages_api.answer(server, request)
+
+    @app.post("/v1/messages/count_tokens", **_described_by_name("CountTokensRequest", "CountTokensAnswer"))
+    async def count_tokens(request: Request) -> Response:
+        """Count the tokens of a conversation's prompt."""
+        from longspan.serve.apis import messages_api  # noqa: PLC0415 - loaded on first use
+
+        return await messages_api.count_tokens(server, request)
 
     @app.post("/tokenize", **_described(chat_requests.TokenizeRequest, schemas.TokenizeResponse))
     async def tokenize(request: Request) -> Response:
@@ -369,13 +392,14 @@ def _described(
 
 def _described_by_name(body: str, answer: str, *, streams: bool = False) -> dict[str, Any]:
     """Return the description of a route whose models are loaded with the OpenAPI document."""
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{answer}"}}}
+    content: dict[str, Any] = {"application/json": {"schema": {"$ref": f"#/components/schemas/{answer}"}}}
     if streams:
         content["text/event-stream"] = {"schema": _NAMED_EVENTS}
     schema = {"$ref": f"#/components/schemas/{body}"}
+    errors = _MESSAGES_ERRORS if body in ("MessagesRequest", "CountTokensRequest") else _ERRORS
     return {
         "tags": ["text"],
         "response_model": None,
-        "responses": {200: {"description": "The answer.", "content": content}, **_ERRORS},
+        "responses": {200: {"description": "The answer.", "content": content}, **errors},
         "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
     }

@@ -1,4 +1,7 @@
-"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`.
+
+Below `/v1/messages`, they have the form of Anthropic's API: `{"type": "error", "error": {"type", "message"}}`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from longspan.core.request import ContextLengthError
 from longspan.errors import ParameterError, named, renamed
@@ -34,12 +38,46 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     return {"error": {"message": message, "type": kind, "param": param, "code": code or str(status)}}
 
 
+_MESSAGES_PATH = "/v1/messages"
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def messages_error_body(status: int, message: str, request_id: str | None) -> dict[str, Any]:
+    """Return the body of a response with this HTTP status in the form of Anthropic's API."""
+    kind = _MESSAGES_TYPES.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+class ErrorResponse(JSONResponse):
+    """An error in the form of the API that the request's path belongs to. By default, OpenAI's."""
+
+    def __init__(self, body: dict[str, Any], status: int, headers: Mapping[str, str]) -> None:
+        super().__init__(body, status_code=status, headers=headers)
+        self._message: str = body["error"]["message"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == _MESSAGES_PATH or path.startswith(_MESSAGES_PATH + "/"):
+            request_id = scope.get("state", {}).get("request_id")
+            self.body = self.render(messages_error_body(self.status_code, self._message, request_id))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
 def error_response(
     status: int, message: str, *, retry_after_s: int | None = None, **fields: str | None
-) -> JSONResponse:
+) -> ErrorResponse:
     """Return a response with the body of `error_body`. `retry_after_s` is its header `retry-after`, in seconds."""
     headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
-    return JSONResponse(error_body(status, message, **fields), status_code=status, headers=headers)
+    return ErrorResponse(error_body(status, message, **fields), status, headers)
 
 
 _MAX_ECHO = 60

@@ -117,8 +117,8 @@ def _log_access(scope: Scope, status: int | None, spent_s: float, request_id: st
 class Gate:
     """Checks the head of a request.
 
-    It answers 431 if the head is too large, and 400 if the end of the body is ambiguous. If there are keys and the
-    bearer token is none of them, it answers 401.
+    It answers 431 if the head is too large, and 400 if the end of the body is ambiguous. If there are keys, and
+    neither the bearer token nor `x-api-key` is one of them, it answers 401.
     """
 
     def __init__(self, app: ASGIApp, max_header_bytes: int, keys: Sequence[str]) -> None:
@@ -145,11 +145,14 @@ class Gate:
     def _may_pass(self, scope: Scope) -> bool:
         if path_of(scope) in OPEN_PATHS:
             return True
-        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(token.strip().encode("latin-1"))  # the bytes that were sent
+        headers = Headers(scope=scope)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        tokens = [token.strip()] if scheme.lower() == "bearer" else []
+        tokens += headers.getlist("x-api-key")[:1]  # of Anthropic's clients
+        given = [_digest(text.encode("latin-1")) for text in tokens]  # the bytes that were sent
         # Each key is compared in constant time, so that the time reveals nothing about a guess.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        matches = [hmac.compare_digest(text, digest) for text in given for digest in self._digests]
+        return any(matches)
 
 
 def _digest(key: bytes) -> bytes:

@@ -25,6 +25,21 @@ class ErrorBody(BaseModel):
     error: ErrorInfo
 
 
+class MessagesErrorInfo(BaseModel):
+    """The message of an error and its kind."""
+
+    message: str
+    type: str
+
+
+class MessagesErrorBody(BaseModel):
+    """An error in the form of Anthropic's API, below `/v1/messages`."""
+
+    type: Literal["error"]
+    error: MessagesErrorInfo
+    request_id: str | None
+
+
 class ModelCard(BaseModel):
     """A model that is served."""
 

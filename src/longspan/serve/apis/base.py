@@ -10,22 +10,24 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import ValidationError
+from typing_extensions import TypeVar
 
-from longspan.serve.chat_requests import ChatCompletionRequest
+from longspan.serve.chat_requests import ChatCompletionRequest, TemplateFields
 from longspan.serve.errors import ServeError, WireError, wire_error
 from longspan.serve.messages import Delta
 from longspan.serve.responses import AnswerChoice, Body, ChatAssembler, joined
 
+RequestT = TypeVar("RequestT", bound=TemplateFields, default=ChatCompletionRequest)
 Names = Sequence[tuple[str, str]]
 """Expressions for paths of fields in chats, each with its replacement in the API."""
 
 
-def chat_of(fields: Mapping[str, Any], names: Names) -> ChatCompletionRequest:
+def chat_of(fields: Mapping[str, Any], names: Names, model: type[RequestT] = ChatCompletionRequest) -> RequestT:
     """Return the chat with these fields, of which None counts as not given. Raise WireError for a mistake."""
     given = {name: value for name, value in fields.items() if value is not None}
     with api_errors(names):
         try:
-            return ChatCompletionRequest.model_validate(given)
+            return model.model_validate(given)
         except ValidationError as error:
             raise wire_error(error, given) from error
 
