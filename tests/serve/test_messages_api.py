@@ -31,6 +31,7 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"tools": TOOLS}, f"Let me see.\n{CALL}{OTHER_CALL}", ["text", "tool_use", "tool_use"]),
     ({"tools": TOOLS, "tool_choice": {"type": "any"}}, CALL, ["tool_use"]),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "weather"}}, CALL, ["tool_use"]),
+    ({"output_config": {"format": {"type": "json_schema", "schema": CITY}}}, '{"city": "Rome"}', ["text"]),
     ({"tools": TOOLS, "tool_choice": {"type": "none"}}, "It rains.", ["text"]),
 ]
 """Fields of a request, an output and the types of its blocks."""
@@ -223,7 +224,11 @@ def test_thinking_decides_whether_the_template_closes_the_section(http: TestClie
         ({"tool_choice": {"type": "any"}}, ["tool_choice", "tools"]),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, ["tool_choice", "'x'"]),
         ({"stop_sequences": [""]}, ["stop_sequences[0]", "empty"]),
-        ({"output_format": {"type": "json_schema"}}, ["output_format", "/v1/responses"]),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
+            ["output_config.format", "strin"],
+        ),
+        ({"output_format": {"type": "json_schema"}}, ["output_format", "output_config.format"]),
     ],
 )
 def test_mistakes_are_invalid_requests_that_name_the_field(

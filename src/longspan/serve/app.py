@@ -144,7 +144,8 @@ def write_bounds(document: dict[str, Any], model_names: tuple[str, ...], vocab_s
         components[name]["items"]["maximum"] = vocab_size - 1
     for schema in components.values():
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-            for option in schema.get("properties", {}).get(name, {}).get("anyOf", ()):
+            field = schema.get("properties", {}).get(name, {})
+            for option in field.get("anyOf", (field,)):
                 if option.get("type") == "integer":
                     option["maximum"] = max_model_len - 1  # after a prompt of one token
         model = schema.get("properties", {}).get("model", {})

@@ -64,7 +64,7 @@ class ErrorResponse(JSONResponse):
         self._message: str = body["error"]["message"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if path == _MESSAGES_PATH or path.startswith(_MESSAGES_PATH + "/"):
             request_id = scope.get("state", {}).get("request_id")
             self.body = self.render(messages_error_body(self.status_code, self._message, request_id))

@@ -7,23 +7,31 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
-from typing_extensions import TypeVar
 
-from longspan.serve.chat_requests import ChatCompletionRequest, TemplateFields
+from longspan.serve.chat_requests import ChatCompletionRequest, TokenizeRequest
 from longspan.serve.errors import ServeError, WireError, wire_error
 from longspan.serve.messages import Delta
 from longspan.serve.responses import AnswerChoice, Body, ChatAssembler, joined
 
-RequestT = TypeVar("RequestT", bound=TemplateFields, default=ChatCompletionRequest)
+RequestT = TypeVar("RequestT", ChatCompletionRequest, TokenizeRequest)
 Names = Sequence[tuple[str, str]]
 """Expressions for paths of fields in chats, each with its replacement in the API."""
 
 
-def chat_of(fields: Mapping[str, Any], names: Names, model: type[RequestT] = ChatCompletionRequest) -> RequestT:
+def chat_of(fields: Mapping[str, Any], names: Names) -> ChatCompletionRequest:
     """Return the chat with these fields, of which None counts as not given. Raise WireError for a mistake."""
+    return _parsed(ChatCompletionRequest, fields, names)
+
+
+def conversation_of(fields: Mapping[str, Any], names: Names) -> TokenizeRequest:
+    """Return the request for the tokens of a chat with these fields. See `chat_of`."""
+    return _parsed(TokenizeRequest, fields, names)
+
+
+def _parsed(model: type[RequestT], fields: Mapping[str, Any], names: Names) -> RequestT:
     given = {name: value for name, value in fields.items() if value is not None}
     with api_errors(names):
         try:
@@ -44,12 +52,12 @@ def api_errors(names: Names) -> Iterator[None]:
 
 def api_error(error: ServeError, names: Names) -> tuple[str | None, str]:
     """Return the field and the message of an error, with the names of an API."""
-    param = message = error.param
-    for pattern, name in names if param is not None else ():
+    if error.param is None:
+        return None, str(error)
+    param = error.param
+    for pattern, name in names:
         param = re.sub(pattern, name, param)
-    if message is None or param is None:
-        return param, str(error)
-    return param, str(error).replace(message, param, 1)
+    return param, str(error).replace(error.param, param, 1)
 
 
 @dataclass(kw_only=True)
@@ -131,7 +139,8 @@ class EventAssembler(ChatAssembler):
         return list(self._events(choice, delta))
 
     def encoded(self, chunk: Body) -> bytes:
-        return b"event: " + chunk["type"].encode() + b"\n" + super().encoded(chunk)
+        kind: str = chunk["type"]
+        return b"event: " + kind.encode() + b"\n" + super().encoded(chunk)
 
     def _events(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
         pieces, fields = self._read(choice, delta)

@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BaseModel, FailFast, Field, model_validator
 from typing_extensions import TypeAliasType
 
-from longspan.serve.apis.base import Names, chat_of
+from longspan.serve.apis.base import Names, chat_of, conversation_of
 from longspan.serve.chat_requests import ChatCompletionRequest, TokenizeRequest
 from longspan.serve.errors import WireError
 from longspan.serve.requests import MAX_COUNT, UNSERVED, Schema, StopStrings, WireModel
@@ -17,6 +17,7 @@ from longspan.serve.requests import MAX_COUNT, UNSERVED, Schema, StopStrings, Wi
 NAMES: Names = (
     (r"^max_completion_tokens$", "max_tokens"),
     (r"^stop$", "stop_sequences"),
+    (r"^response_format(\.json_schema)?", "output_config.format"),
     (r"^(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
     (r"^(tools\[\d+\])\.function", r"\1"),
 )
@@ -29,7 +30,7 @@ class TextBlock(WireModel):
     text: str
 
 
-Texts = TypeAliasType("TextBlocks", Annotated[list[TextBlock], FailFast()])
+TextBlocks = TypeAliasType("TextBlocks", Annotated[list[TextBlock], FailFast()])
 
 
 class ToolUseBlock(WireModel):
@@ -46,7 +47,7 @@ class ToolResultBlock(WireModel):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Texts | None = None
+    content: str | TextBlocks | None = None
 
 
 class ThinkingBlock(WireModel):
@@ -65,7 +66,7 @@ class RedactedThinkingBlock(WireModel):
 Block = Annotated[
     TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
 ]
-Blocks = TypeAliasType("ContentBlocks", Annotated[list[Block], FailFast()])
+ContentBlocks = TypeAliasType("ContentBlocks", Annotated[list[Block], FailFast()])
 
 _OF_ROLE = {"user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ToolUseBlock, ThinkingBlock)}
 
@@ -74,7 +75,7 @@ class MessageParam(WireModel):
     """A message. If the last message is the assistant's, the model continues its text."""
 
     role: Literal["user", "assistant"]
-    content: str | Blocks
+    content: str | ContentBlocks
 
     @model_validator(mode="after")
     def _fit(self) -> MessageParam:
@@ -139,21 +140,35 @@ class Thinking(WireModel):
     """Ignored: only `max_tokens` bounds reasoning."""
 
 
+class OutputFormat(WireModel):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Schema = Field(alias="schema")
+
+
+class OutputConfig(WireModel):
+    """Options of the output."""
+
+    format: OutputFormat | None = None
+    """The form of texts. By default, any text."""
+
+
 class CountTokensRequest(WireModel):
     """`POST /v1/messages/count_tokens`."""
 
-    unserved: ClassVar[Mapping[str, tuple[Sequence[object], str]]] = UNSERVED | {
+    unserved: ClassVar[Mapping[str, tuple[Sequence[object], str]]] = {
+        **UNSERVED,
         "container": ((), "this server runs no tools"),
         "mcp_servers": (([],), "this server runs no tools"),
-        "output_config": (({},), "use /v1/responses with text.format"),
-        "output_format": ((), "use /v1/responses with text.format"),
+        "output_format": ((), "use output_config.format"),
         "stop": ((), "use stop_sequences"),
     }
 
     model: str | None = None
     """A name of `/v1/models`. May be omitted."""
     messages: MessageParams
-    system: str | Texts | None = None
+    system: str | TextBlocks | None = None
     tools: CustomTools | None = None
     tool_choice: Annotated[FreeToolChoice | NamedToolChoice | NoToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
@@ -183,7 +198,7 @@ class CountTokensRequest(WireModel):
         fields = self.template_fields()
         if isinstance(self.tool_choice, NoToolChoice):
             del fields["tools"]
-        return chat_of(fields, NAMES, TokenizeRequest)
+        return conversation_of(fields, NAMES)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -196,6 +211,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     """0 or -1 for all tokens."""
+    output_config: OutputConfig | None = None
     stream: bool | None = None
 
     def chat(self) -> ChatCompletionRequest:
@@ -219,6 +235,7 @@ class MessagesRequest(CountTokensRequest):
             "top_k": self.top_k,
             "tool_choice": choice,
             "parallel_tool_calls": parallel,
+            "response_format": _format(self.output_config),
             "stream": self.stream,
         }
         return chat_of(fields, NAMES)
@@ -228,6 +245,13 @@ def _nested(tool: CustomTool) -> dict[str, Any]:
     """Return a tool in the form of chats."""
     described = tool.model_dump(include={"name", "description"}, exclude_none=True)
     return {"type": "function", "function": {**described, "parameters": tool.input_schema}}
+
+
+def _format(config: OutputConfig | None) -> dict[str, Any] | None:
+    """Return the format of outputs in the form of chats."""
+    if config is None or config.format is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": config.format.schema_}}
 
 
 def _messages(request: CountTokensRequest) -> Iterator[dict[str, Any]]:

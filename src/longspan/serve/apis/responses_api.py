@@ -75,7 +75,7 @@ class ResponsesAssembler(EventAssembler):
             yield self._event("response.content_part.added", **self._place(part), part=_content(part))
 
     def grown(self, part: Part, piece: str) -> Iterator[Body]:
-        logprobs = {"logprobs": []} if part.kind == "text" else {}
+        logprobs: Body = {"logprobs": []} if part.kind == "text" else {}
         yield self._event(f"{_EVENTS[part.kind]}.delta", **self._place(part), delta=piece, **logprobs)
 
     def closed(self, part: Part) -> Iterator[Body]:
@@ -162,5 +162,5 @@ class ResponsesAssembler(EventAssembler):
 
 
 def _content(part: Part) -> Body:
-    extra = {"annotations": [], "logprobs": []} if part.kind == "text" else {}
+    extra: Body = {"annotations": [], "logprobs": []} if part.kind == "text" else {}
     return {"type": _PART_TYPES[part.kind], "text": part.text, **extra}

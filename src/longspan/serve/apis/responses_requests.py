@@ -16,7 +16,7 @@ from longspan.serve.requests import MAX_COUNT, UNSERVED, JsonObjectFormat, Schem
 NAMES: Names = (
     (r"^messages$", "input"),
     (r"^(max_completion_tokens|max_tokens)$", "max_output_tokens"),
-    (r"^response_format", "text.format"),
+    (r"^response_format(\.json_schema)?", "text.format"),
     (r"^reasoning_effort$", "reasoning.effort"),
     (r"^(tools\[\d+\])\.function", r"\1"),
 )
@@ -25,7 +25,7 @@ _WHOLE_INPUT = f"{_STATELESS}: send the whole conversation as input"
 
 
 class InputText(WireModel):
-    """A part of a message. Parts that are not text are refused."""
+    """A part of a message. InputParts that are not text are refused."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -38,7 +38,7 @@ class Refusal(WireModel):
     refusal: str
 
 
-Parts = TypeAliasType(
+InputParts = TypeAliasType(
     "InputParts", Annotated[list[Annotated[InputText | Refusal, Field(discriminator="type")]], FailFast()]
 )
 
@@ -48,7 +48,7 @@ class MessageItem(WireModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Parts
+    content: str | InputParts
 
 
 class FunctionCallItem(WireModel):
@@ -65,7 +65,7 @@ class FunctionCallOutputItem(WireModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Parts
+    output: str | InputParts
 
 
 class ReasoningText(WireModel):
@@ -95,7 +95,7 @@ Item = Annotated[
     Annotated[MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem, Field(discriminator="type")],
     BeforeValidator(_with_type),
 ]
-Items = TypeAliasType("InputItems", Annotated[list[Item], Field(min_length=1), FailFast()])
+InputItems = TypeAliasType("InputItems", Annotated[list[Item], Field(min_length=1), FailFast()])
 
 
 class FlatTool(WireModel):
@@ -174,7 +174,8 @@ class ReasoningOptions(WireModel):
 class ResponsesRequest(WireModel):
     """`POST /v1/responses`. The server keeps no responses, so `input` is the whole conversation."""
 
-    unserved: ClassVar[Mapping[str, tuple[Sequence[object], str]]] = UNSERVED | {
+    unserved: ClassVar[Mapping[str, tuple[Sequence[object], str]]] = {
+        **UNSERVED,
         "background": ((False,), f"{_STATELESS}: leave it out, or use stream"),
         "conversation": ((), _WHOLE_INPUT),
         "max_tokens": ((), "use max_output_tokens"),
@@ -188,7 +189,7 @@ class ResponsesRequest(WireModel):
 
     model: str | None = None
     """A name of `/v1/models`. May be omitted."""
-    input: SomeText | Items
+    input: SomeText | InputItems
     """A text of the user, or the items of a conversation."""
     instructions: str | None = None
     """A text that precedes the input, as a system message."""
@@ -252,9 +253,8 @@ def _format(options: TextOptions | None) -> dict[str, Any] | None:
 
 def _messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat. System messages at the beginning become one, as most templates demand."""
-    items = request.input
-    if isinstance(items, str):
-        items = [MessageItem(role="user", content=items)]
+    given = request.input
+    items = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
     system = [] if request.instructions is None else [request.instructions]
     messages = list(_turns(items))
     num_system = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
