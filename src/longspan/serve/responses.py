@@ -221,7 +221,7 @@ class Assembler(ABC):
         return chunk
 
     def first_chunks(self) -> list[Body]:
-        """Return the chunks of a stream before all others."""
+        """Return the chunks of a stream before the first delta."""
         return []
 
     def failure_chunks(self, error: ServeError) -> list[Body]:

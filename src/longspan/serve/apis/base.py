@@ -42,7 +42,7 @@ def _parsed(model: type[RequestT], fields: Mapping[str, Any], names: Names) -> R
 
 @contextmanager
 def api_errors(names: Names) -> Iterator[None]:
-    """Rename the fields in errors of the block from chats to those of an API."""
+    """Replace the fields of chats by the fields of an API in the errors of the block."""
     try:
         yield
     except WireError as error:

@@ -26,7 +26,7 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 async def answer(server: Server, request: Request) -> Response:
-    """Answer `POST /v1/messages`."""
+    """Answer a conversation in the form of Anthropic's Messages API, whole or as a stream."""
     body = await server.parse(request, MessagesRequest)
     chat = await server.in_thread(request, _chat, body)
     with api_errors(NAMES):
@@ -34,7 +34,7 @@ async def answer(server: Server, request: Request) -> Response:
 
 
 async def count_tokens(server: Server, request: Request) -> Response:
-    """Answer `POST /v1/messages/count_tokens`."""
+    """Return the number of tokens of the prompt that a request would have."""
     body = await server.parse(request, CountTokensRequest)
     count = await server.in_thread(request, _count, body)
     return Response(msgspec.json.encode({"input_tokens": count}), media_type="application/json")

@@ -24,7 +24,7 @@ NAMES: Names = (
 
 
 class TextBlock(WireModel):
-    """A text."""
+    """A text in a message, in the system prompt or in the result of a call."""
 
     type: Literal["text"]
     text: str
@@ -72,7 +72,7 @@ _OF_ROLE = {"user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ToolU
 
 
 class MessageParam(WireModel):
-    """A message. If the last message is the assistant's, the model continues its text."""
+    """A message of either side. The model continues the text of a last message of the assistant."""
 
     role: Literal["user", "assistant"]
     content: str | ContentBlocks
@@ -133,7 +133,7 @@ class NoToolChoice(WireModel):
 
 
 class Thinking(WireModel):
-    """Whether the model reasons, for chat templates that can change it. Without it, the model does not reason."""
+    """Enables reasoning in chat templates that can disable it. By default, it is disabled."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
@@ -148,7 +148,7 @@ class OutputFormat(WireModel):
 
 
 class OutputConfig(WireModel):
-    """Options of the output."""
+    """Options of the output, of which only the format is read."""
 
     format: OutputFormat | None = None
     """The form of texts. By default, any text."""
@@ -295,13 +295,13 @@ def _text(content: str | Sequence[TextBlock]) -> str:
 
 
 class CountTokensAnswer(BaseModel):
-    """The answer of `POST /v1/messages/count_tokens`."""
+    """`POST /v1/messages/count_tokens` answers with the length of the prompt."""
 
     input_tokens: int
 
 
 class MessagesUsage(BaseModel):
-    """Numbers of tokens of an answer. `input_tokens` are those whose KV was not cached."""
+    """Numbers of tokens of an answer. `input_tokens` counts prompt tokens whose KV was not cached."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -310,7 +310,7 @@ class MessagesUsage(BaseModel):
 
 
 class MessagesAnswer(BaseModel):
-    """The answer of `POST /v1/messages`."""
+    """`POST /v1/messages` answers with the blocks of one message."""
 
     id: str
     type: Literal["message"]

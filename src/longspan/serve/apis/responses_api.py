@@ -29,7 +29,7 @@ _EVENTS = {
 
 
 async def answer(server: Server, request: Request) -> Response:
-    """Answer `POST /v1/responses`."""
+    """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream."""
     body = await server.parse(request, ResponsesRequest)
     chat = await server.in_thread(request, _chat, body)
     with api_errors(NAMES):

@@ -44,7 +44,7 @@ InputParts = TypeAliasType(
 
 
 class MessageItem(WireModel):
-    """A message. The role `developer` counts as `system`."""
+    """A message of any side. The role `developer` counts as `system`."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -165,7 +165,7 @@ class TextOptions(WireModel):
 
 
 class ReasoningOptions(WireModel):
-    """Options of reasoning."""
+    """Options of reasoning, of which only the effort is read."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """A variable of the chat template. `none` also sets `enable_thinking` and `thinking` to false."""
@@ -265,7 +265,7 @@ def _messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
 
 
 def _turns(items: Sequence[MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem]) -> Iterator[Any]:
-    """Yield messages. Reasoning, a text and calls in this order are one message of the assistant."""
+    """Yield the messages of items. Successive reasoning, text and calls are one message of the assistant."""
     turn: dict[str, Any] = {}
     for item in items:
         is_text = isinstance(item, MessageItem) and item.role == "assistant"
