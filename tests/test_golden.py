@@ -27,6 +27,7 @@ OPENAPI = GOLDEN / "openapi.json"
 HELP = (
     "longspan",
     "generate",
+    "ask",
     "get",
     "chat",
     "serve",
@@ -36,6 +37,7 @@ HELP = (
     "tune",
     "simulate",
     "estimate",
+    "cache",
     "attn-check",
 )
 

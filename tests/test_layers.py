@@ -19,8 +19,8 @@ MODULES = (
     "longspan.sim",
     "longspan.attn",
     "longspan.cli.app",
-    *(f"longspan.cli.{verb}" for verb in ("generate", "chat", "serve", "batch", "profile", "eval", "tune")),
-    *(f"longspan.cli.{verb}" for verb in ("simulate", "estimate", "get")),
+    *(f"longspan.cli.{verb}" for verb in ("generate", "ask", "chat", "serve", "batch", "profile", "eval", "tune")),
+    *(f"longspan.cli.{verb}" for verb in ("simulate", "estimate", "cache", "get")),
     "longspan.simulation",
 )
 LOADED = """

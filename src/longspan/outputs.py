@@ -64,6 +64,8 @@ class RequestOutput:
         request_id: a number of the engine, or the id that was given to `AsyncLLM.generate`.
         prompt: None if token ids were given.
         prompt_logprobs: log-probabilities per prompt token, None for the first, if requested.
+        prompt_attention: if requested by `attention_from`: float32 `[prompt tokens]`, the share of each token in the
+            attention of these queries, over all layers and heads. The shares sum to 1.
         outputs: `SamplingParams.n` outputs.
         metrics: metrics of the first output, which computed the prompt.
     """
@@ -75,6 +77,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: list[LogprobsOfToken | None] | None = None
+    prompt_attention: npt.NDArray[np.float32] | None = None
 
     @property
     def num_cached_tokens(self) -> int:

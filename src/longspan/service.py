@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -75,10 +75,15 @@ class Service:
         self._host_memory: list[HostMemory] = []
         self._disks: dict[int, DiskPool] = {}
         if cluster.host_blocks:
-            from longspan.host_tiers import map_hosts, open_disks  # noqa: PLC0415 - needed with a host tier only
+            from longspan.runtime.host_pool import HostMemory  # noqa: PLC0415 - needed with a host tier only
 
-            self._host_memory = map_hosts(cluster, self.block_bytes, acquired)
-            self._disks = open_disks(given, self.files, setup.model.record, cluster, self._host_memory, acquired)
+            sizes = (num_blocks * self.block_bytes for num_blocks in cluster.host_blocks)
+            self._host_memory = [acquired.enter_context(closing(HostMemory(size))) for size in sizes]
+        if cluster.disk_blocks:
+            from longspan.runtime.disk_pool import open_disks  # noqa: PLC0415 - needed with a disk tier only
+
+            record, memory, size = setup.model.record, self._host_memory, given.block_size
+            self._disks = open_disks(self.files, record, cluster, memory, size, acquired, kv_dir=given.disk_kv_dir)
         hosts_attend = given.device != "cpu" and bool(cluster.host_blocks)
         self._worker_config = WorkerConfig(
             files=self.files,
@@ -115,6 +120,10 @@ class Service:
         self.engine = Engine(policy=policy, executor=self.executor, clock=self._clock, config=config, saved=saved)
         if given.trace is not None or given.report is not None:
             self.start_recording()
+        if any(disk.is_kept for disk in self._disks.values()):
+            from longspan.runtime.kept_kv import keep_saved  # noqa: PLC0415 - needed for kept documents only
+
+            keep_saved(self.engine.kv, self._disks)
 
     def _with_given_pools(self, cluster: Cluster) -> WorkerExecutor:
         """Start the workers. Raise ValueError if memory for the model or the pools is missing."""
@@ -301,6 +310,7 @@ class Service:
         """Remove the KV of finished requests, also from disks. Raise RuntimeError if requests are unfinished."""
         self.engine.settle(_SETTLE_S)
         self.engine.reset_prefix_cache()
+        self.engine.kv.kept.clear()
         for disk in self._disks.values():
             disk.clear()
 

@@ -246,6 +246,38 @@ def test_keys_on_a_terminal(last_key: bytes, code: int) -> None:
     os.close(terminal)
 
 
+_ECHO = """
+import sys
+sys.path.insert(0, "tests")
+import longspan, longspan.cli.app, fake_llm
+class Echo(fake_llm.FakeLLM):
+    def stream(self, prompt, params):
+        print("turn", repr("".join(map(chr, prompt))), flush=True)
+        return super().stream(prompt, params)
+longspan.LLM = Echo
+longspan.cli.options.start_server = lambda: None
+longspan.cli.app.main(["chat"])
+"""
+
+
+def test_pasted_lines_are_one_turn() -> None:
+    """Terminals mark pasted text. A pasted line that begins with a slash is no command."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(Path(__file__).parents[2])
+        os.execve(sys.executable, [sys.executable, "-c", _ECHO], {**os.environ, "TERM": "xterm"})
+    _read_until(terminal, b"\x1b[?2004h")  # asks the terminal for the marks
+    _read_until(terminal, b">>> ")
+    os.write(terminal, b"\x1b[200~/one\ntwo\n\nthree\x1b[201~")
+    _read_until(terminal, b"three")
+    os.write(terminal, b"\r")
+    _read_until(terminal, b"turn '<user>/one\\ntwo\\n\\nthree</>")
+    _read_until(terminal, b">>> ")
+    os.write(terminal, b"\x04")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    os.close(terminal)
+
+
 def _press_until(terminal: int, keys: bytes, words: bytes) -> None:
     """Once more if nothing happens, as people do: a signal just before readline waits is seen at the next key."""
     for is_last in (False, False, True):

@@ -10,6 +10,7 @@ from engines import num_free_blocks
 
 from longspan import LLM, SamplingParams
 from longspan.cli.chat import Conversation
+from longspan.cli.documents import Content
 from longspan.outputs import RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -23,7 +24,7 @@ def llm(speaking: LLM) -> LLM:
 
 def test_a_turn_computes_only_new_tokens(llm: LLM) -> None:
     """Whatever ended the answer before: its length, Ctrl-C, or an end-of-sequence token."""
-    conversation = Conversation(llm, system="Answer briefly.")
+    conversation = Conversation(llm, Content(system="Answer briefly."))
     force_end = SamplingParams(temperature=0, max_tokens=10, min_tokens=4, logit_bias={2: 100.0})
     long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     turns: list[RequestOutput] = []

@@ -216,9 +216,9 @@ def test_options_of_one_call_have_no_environment_variable(tmp_path: Path, monkey
 
 
 def test_every_verb_that_starts_an_engine_has_a_file() -> None:
-    verbs = ("generate", "chat", "serve", "batch", "profile", "eval", "simulate", "estimate")
+    verbs = ("generate", "ask", "chat", "serve", "batch", "profile", "eval", "simulate", "estimate")
     have = [verb for verb in verbs if "--config" in app.app[verb].assemble_argument_collection()]
-    assert have == ["generate", "chat", "serve", "batch", "profile", "eval"]
+    assert have == ["generate", "ask", "chat", "serve", "batch", "profile", "eval"]
 
 
 def test_instances_with_roles() -> None:

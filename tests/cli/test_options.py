@@ -111,11 +111,14 @@ def test_two_options_of_one_name_are_our_mistake() -> None:
         def _(*, width: Annotated[int, Option("")] = 1, size: Size = Size()) -> None: ...
 
 
+_UNPRINTED = {"output_logits", "attention_from", "structured_outputs"}
+
+
 def test_every_sampling_parameter_is_an_option() -> None:
-    """Except the logits, which are too many to print. The form of an output has an option per kind."""
+    """Except logits and attention, which are too many to print. The form of an output has an option per kind."""
     forms = {field.name for field in fields(FormOptions)}
     assert forms == {"json_schema", "regex", "choice", "grammar"}
-    parameters = {field.name for field in fields(SamplingParams)} - {"output_logits", "structured_outputs"} | forms
+    parameters = {field.name for field in fields(SamplingParams)} - _UNPRINTED | forms
     for command in (generate, chat):
         assert parameters <= set(inspect.signature(command).parameters)
 

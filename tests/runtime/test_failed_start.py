@@ -18,7 +18,7 @@ import pytest
 import torch
 from engines import InOrderLauncher
 
-from longspan import host_tiers, service
+from longspan import service
 from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
 from longspan.runtime import disk_pool, host_pool
@@ -28,7 +28,7 @@ from longspan.service import Service
 
 Step = tuple[CodeType, int]
 """A line that calls something, of a function that acquires something."""
-FILES = {module.__file__ for module in (service, host_tiers, host_pool, disk_pool, control_plane)}
+FILES = {module.__file__ for module in (service, host_pool, disk_pool, control_plane)}
 FUNCTIONS = ("__init__", "_open", "open_disks", "_start")
 
 

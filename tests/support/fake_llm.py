@@ -33,6 +33,8 @@ class FakeLLM:
     failure: BaseException | None = None
     """Raised after the first word of an answer."""
     max_model_len = 1000
+    engine = SimpleNamespace(settle=lambda _: True)
+    input_processor = SimpleNamespace(check_chars=lambda _: None, tokenizer=None)
 
     def __init__(self, model: str, **arguments: Any) -> None:
         FakeLLM.last = self

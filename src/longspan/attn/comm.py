@@ -168,7 +168,7 @@ class Group:
         """Start to send to members and to receive from them. Both ends skip empty messages.
 
         Args:
-            hop: numbers the call in the exchange.
+            hop: numbers the call in the exchange. Negative numbers count from the last hop.
             early: receivers call before the sender has computed the message, and both ends make other calls meanwhile.
                 Two ranks start such calls in the same order.
         """

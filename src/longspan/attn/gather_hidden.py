@@ -8,7 +8,7 @@ Callers compute the layer's projections and call `gather`, `attend` and `scatter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ class GatherHidden:
 
     Attributes:
         share: the heads that this member computes.
+        observe: called with the gathered parts of this member's heads, and their spec.
     """
+
+    observe: Callable[[Sequence[GatheredPart], AttnSpec], object] | None = None
 
     def __init__(self, group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec) -> None:
         self._group, self._parts, self._kv, self._spec = group, parts, kv, spec
@@ -70,6 +73,8 @@ class GatherHidden:
             gathered.append(GatheredPart(part.q_runs, part_q, kv_runs, [*old_k, *new_k], [*old_v, *new_v], part_out))
         if gathered:
             self._attend_gathered(gathered, self._spec.of_heads(self.share))
+            if self.observe is not None:
+                self.observe(gathered, self._spec.of_heads(self.share))
         return out, keys, values
 
     def _attend_gathered(self, gathered: Sequence[GatheredPart], spec: AttnSpec) -> None:

@@ -40,7 +40,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 for _number, _verb in enumerate(
-    ("generate", "chat", "serve", "batch", "profile", "eval", "tune", "simulate", "estimate", "get")
+    ("generate", "ask", "chat", "serve", "batch", "profile", "eval", "tune", "simulate", "estimate", "cache", "get")
 ):
     # Registered by name, so that a verb loads no module of another verb.
     app.command(f"longspan.cli.{_verb}:{_verb}", name=_verb, version_flags=(), sort_key=_number)

@@ -106,6 +106,7 @@ class Request:
     logits: list[bytes] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(init=False)
+    attention: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_scheduled: int = 0
     num_steps: int = 0
@@ -166,6 +167,13 @@ class Request:
     def scores_prompt(self) -> bool:
         return self.params.prompt_logprobs is not None and self.leader is None and not self.output
 
+    @property
+    def max_cached(self) -> int:
+        if self.scores_prompt:
+            return 0
+        first = self.params.attention_from
+        return self.num_tokens - 1 if first is None or self.output else min(first, self.num_tokens - 1)
+
     def tokens(self, start: int, stop: int) -> Sequence[int]:
         """Return the token ids at positions `[start, stop)`. Tokens that steps in flight sample are `UNKNOWN`."""
         num_prompt = self.num_prompt
@@ -197,6 +205,7 @@ class Request:
             prompt_logprobs=params.prompt_logprobs,
             output_logits=params.output_logits,
             grammar=self.grammar,
+            attention=None if (first := params.attention_from) is None or self.leader else (first, self.num_prompt),
         )
 
     def parent_key(self, index: int) -> bytes:
@@ -219,6 +228,8 @@ class Request:
         self.copying.clear()
         self.moving.clear()
         self.hosted.clear()
+        if not self.output:
+            self.attention.clear()
         self.num_computed = self.num_scheduled = 0
         self.num_tokens = self.num_known
 
@@ -332,6 +343,8 @@ class Request:
     def take_scores(self, scored: Scored) -> None:
         for position, logprobs in zip(scored.positions, scored.logprobs, strict=True):
             self.prompt_logprobs[position] = logprobs
+        if scored.attention and not self.output:
+            self.attention.append(scored.attention)
 
     def take_token(self, sampled: Sampled, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Append a token to the output. Return the finish reason, or None if the request continues."""

@@ -106,6 +106,7 @@ class SamplingParams:
         ignore_eos: continue after end-of-sequence tokens.
         logprobs: report the log-probability of each output token, and of this number of most likely tokens.
         prompt_logprobs: the same for the tokens of the prompt.
+        attention_from: report the attention that the prompt's tokens get from its tokens at this position and after.
         structured_outputs: the form of the output. It takes precedence over `min_tokens`: an output that can only end
             ends. With `ignore_eos`, end-of-sequence tokens follow until `max_tokens`.
         output_logits: return the float32 logits of each output token, before any of the above is applied.
@@ -144,6 +145,7 @@ class SamplingParams:
     ignore_eos: Annotated[bool, _end("Continue after end-of-sequence tokens.")] = False
     structured_outputs: StructuredOutputsParams | None = None
     output_logits: bool = False
+    attention_from: int | None = None
 
     def __post_init__(self) -> None:
         for name, (read, in_range, valid) in _NUMBERS.items():
@@ -229,9 +231,10 @@ _NUMBERS: dict[str, tuple[Callable[[str, object], float], Callable[[Any], bool],
     "prompt_logprobs": (_whole, _at_least(0), "at least 0, or None for no report"),
     "max_tokens": (_whole, _at_least(1), "at least 1"),
     "min_tokens": (_whole, _at_least(0), "at least 0"),
+    "attention_from": (_whole, _at_least(0), "at least 0, or None for no report"),
 }
 """The converter, range check and range in words of each parameter."""
-_MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs", "max_tokens")
+_MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs", "max_tokens", "attention_from")
 
 
 def _strings(stop: object) -> tuple[str, ...]:

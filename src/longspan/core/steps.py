@@ -41,6 +41,7 @@ class Sampling:
         logprobs, prompt_logprobs: number of most likely tokens reported per output or prompt token. None: no report.
         output_logits: whether the logits are reported with the token.
         grammar: the grammar of the output, in llguidance's serialised form. Empty: any output.
+        attention: the positions `[start, stop)` whose attention to the prompt is reported. None: no report.
     """
 
     seed: int
@@ -59,6 +60,7 @@ class Sampling:
     prompt_logprobs: int | None = None
     output_logits: bool = False
     grammar: str = ""
+    attention: tuple[int, int] | None = None
 
     @property
     def penalised(self) -> bool:
@@ -268,11 +270,12 @@ class Sampled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """The logprobs of the prompt tokens at `positions`, by the rank that computed the tokens before them."""
+    """Logprobs of prompt tokens at `positions`, by the rank that computed the token before, or a rank's `attention`."""
 
     request_id: int
-    positions: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
+    positions: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    attention: bytes = b""  # to each prompt token, from `Sampling.attention`: float32, summed over layers and heads
 
 
 @dataclass(kw_only=True, slots=True)

@@ -45,7 +45,7 @@ class RequestView(Protocol):
         sampler: the instance that samples, or has sampled, its latest token.
         hosted: number of blocks that are read in each host pool.
         targets: the decode instances that its KV is sent to. Empty without transfers.
-        scores_prompt: its whole prompt must be computed, because prompt logprobs are not reported yet.
+        max_cached: maximum number of tokens with cached KV. Reports about a prompt need a computation of its tokens.
     """
 
     @property
@@ -97,7 +97,7 @@ class RequestView(Protocol):
     @property
     def targets(self) -> tuple[int, ...]: ...
     @property
-    def scores_prompt(self) -> bool: ...
+    def max_cached(self) -> int: ...
     @property
     def sparse(self) -> SparseSetting | None: ...
 

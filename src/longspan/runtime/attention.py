@@ -91,6 +91,8 @@ class StepAttention:
                 )
                 for (keys, values), slots in zip(exchange.attend(call) or (), channel.slots, strict=True):
                     slots.write(self._pool, layer, keys, values)
+                if channel.ratings is not None:
+                    channel.ratings.add(call)
             self._start(self._pool.after(layer))
             return out
 
@@ -105,7 +107,7 @@ class StepAttention:
             return None
         (channel,) = packed.channels
         num_tokens, parts = len(packed.tokens), channel.parts
-        if channel.exchange != LOCAL or channel.hosted is not None:
+        if channel.exchange != LOCAL or channel.hosted is not None or channel.ratings is not None:
             return None
         if not len(parts) == len(packed.slots.rows) == len(packed.keep) == num_tokens:
             return None

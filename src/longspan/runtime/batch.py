@@ -23,7 +23,7 @@ from longspan.core.blocks import BlockRef
 from longspan.core.exchange import Exchange
 from longspan.core.owners import Owners
 from longspan.core.runs import Run, num_tokens
-from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
+from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling, Scored
 from longspan.model.step import Rows
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Draw
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from longspan.runtime.grammar import GrammarMatcher, Vocabulary
     from longspan.runtime.host_pool import HostPool
     from longspan.runtime.logit_changes import TokenCounts
+    from longspan.runtime.prompt_attention import PromptAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,10 @@ class Packed(Rows):
     unknown: tuple[UnknownToken, ...]
     prompts: tuple[PromptRows, ...]
 
+    def attention(self) -> list[Scored]:
+        """Return the reports of `Channel.ratings`, after the step."""
+        return [scored for channel in self.channels if channel.ratings for scored in channel.ratings.scored()]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Channel:
@@ -70,6 +75,7 @@ class Channel:
         slots: for exchanges that store KV after the exchange: the slots of each part's new tokens on this member.
         rope_lengths: of each part.
         hosted: the same parts with the host-resident keys of their members. None if no part has such keys.
+        ratings: sums the attention of prompts for the requests that report it. None if no part has such queries.
     """
 
     number: int
@@ -80,6 +86,7 @@ class Channel:
     slots: tuple[Slots, ...]
     rope_lengths: tuple[int, ...]
     hosted: MemberParts | None = None
+    ratings: PromptAttention | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -161,7 +168,9 @@ def pack(
         rope_lengths=tensor(np.repeat([s.part.rope_length for s in shares], [s.num_tokens for s in shares])),
         num_alone=next((share.rows.start for share in shares if share.part.exchange.is_layerwise), None),
         slots=_slots(before, instance, block_size, device),
-        channels=_channels(forward, shares, instance, block_size=block_size, device=device, backend=backend, host=host),
+        channels=_channels(
+            forward, shares, instance, requests, block_size=block_size, device=device, backend=backend, host=host
+        ),
         keep=tensor([last_rows[part.request_id] for part, _ in sampled]),
         samples=tuple(sample for _, sample in sampled),
         request_ids=tuple(part.request_id for part, _ in sampled),
@@ -291,6 +300,7 @@ def _channels(
     forward: Forward,
     shares: Sequence[OwnPart],
     instance: int,
+    requests: RankRequests,
     *,
     block_size: int,
     device: torch.device,
@@ -312,6 +322,7 @@ def _channels(
             slots=tuple(_slots([share], instance, block_size, device) for share in alike if exchange.stores_after),
             rope_lengths=tuple(share.part.rope_length for share in alike),
             hosted=_hosted(alike, host),
+            ratings=requests.ratings([share.part for share in alike]),
         )
         for (exchange, group), alike in by_kind.items()
     )
@@ -388,6 +399,7 @@ class RankRequests:
     def __init__(self, files: ModelFiles, info: ModelInfo, device: torch.device, *, samples: bool = True) -> None:
         self._files, self._info, self._device, self._samples = files, info, device, samples
         self._requests: dict[int, RankRequest] = {}
+        self.attention: dict[int, tuple[int, int]] = {}  # spans by request, see `Sampling.attention`
 
     def __getitem__(self, request_id: int) -> RankRequest:
         return self._requests[request_id]
@@ -401,6 +413,8 @@ class RankRequests:
                 history=self._count_tokens(sampling) if penalised else None,
                 matcher=self._match(sampling) if constrained else None,
             )
+            if sampling.attention is not None:
+                self.attention[part.request_id] = sampling.attention
         request = self._requests[part.request_id]
         request.apply(part)
         return request
@@ -421,6 +435,13 @@ class RankRequests:
 
         return Vocabulary(self._files, size=self._info.vocab_size, eos_token_ids=self._info.eos_token_ids)
 
+    def ratings(self, parts: Sequence[Part]) -> PromptAttention | None:
+        if not self.attention:
+            return None
+        from longspan.runtime.prompt_attention import ratings_of  # noqa: PLC0415 - only for requests that report it
+
+        return ratings_of(parts, self.attention, self._device)
+
     def learn(self, request_ids: Sequence[int], tokens: Sequence[int]) -> None:
         """Record tokens sampled by another rank. Ignores requests that were forgotten."""
         for request_id, token in zip(request_ids, tokens, strict=True):
@@ -431,6 +452,7 @@ class RankRequests:
         """Drop the state of requests. Ignores requests of other ranks."""
         for request_id in request_ids:
             self._requests.pop(request_id, None)
+            self.attention.pop(request_id, None)
 
 
 @dataclass(frozen=True, kw_only=True)

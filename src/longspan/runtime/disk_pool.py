@@ -1,5 +1,8 @@
 """The KV pool on a host's disk: one file per block with all layers and heads. It survives a restart of the server.
 
+A folder with the file `KEPT` is read-only: its blocks are the KV of a document that a user keeps by name. Several
+processes can read it at once.
+
 A file consists of a magic number, a checksum of all following bytes, the header length, the header, and the block's
 record (`core/kv_record.py`).
 """
@@ -13,7 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from queue import PriorityQueue
 from threading import Event
@@ -22,9 +25,14 @@ from typing import IO
 import msgspec
 import torch
 
+from longspan.core.cluster import Cluster
+from longspan.core.kv_record import KvRecord
 from longspan.core.steps import Content, MoveKV
 from longspan.errors import ParameterError
+from longspan.model.files import ModelFiles, cache_root
+from longspan.model.store import DTYPES
 from longspan.runtime.block_records import BlockRecords
+from longspan.runtime.host_pool import HostMemory, map_blocks
 from longspan.runtime.messages import Stored
 
 _MAGIC = b"longspan-kv-1\n\0\0"
@@ -32,11 +40,13 @@ _CHECKSUM_BYTES = 16
 _FRONT_BYTES = len(_MAGIC) + _CHECKSUM_BYTES + 4
 _MAX_HEADER_BYTES = 2**24
 _UNFINISHED = ".unfinished"
+KEPT = "kept.json"
+"""Name of the file that makes the pools of all hosts in its folder read-only."""
 
 _log = logging.getLogger("longspan")
 
 
-class _Header(msgspec.Struct, frozen=True):
+class Header(msgspec.Struct, frozen=True):
     """The content of a block: KV of `tokens` after the prefix with hash `parent`, for a model and its options."""
 
     model: str
@@ -44,18 +54,46 @@ class _Header(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
 
 
-class _DamagedError(Exception):
+class DamagedError(Exception):
     """A file is damaged or was not written by this format."""
 
 
+def read_header(file: IO[bytes]) -> tuple[Header, int]:
+    """Read the header of a file and its length in bytes. Raise DamagedError for files of another format."""
+    front = file.read(_FRONT_BYTES)
+    if front[: len(_MAGIC)] != _MAGIC:
+        raise DamagedError("the file contains no KV")
+    size = int.from_bytes(front[-4:], "little")
+    try:
+        return msgspec.msgpack.decode(file.read(min(size, _MAX_HEADER_BYTES)), type=Header), size
+    except msgspec.MsgspecError as error:
+        raise DamagedError("the header is damaged") from error
+
+
+def lock_folder(folder: Path, *, shared: bool = False) -> IO[bytes]:
+    """Lock a folder for its only writer, or for one of several readers. Closing the returned file releases the lock.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+    """
+    with ExitStack() as acquired:
+        lock: IO[bytes] = acquired.enter_context((folder / "lock").open("ab"))
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        acquired.pop_all()  # the caller closes it
+    return lock
+
+
 class DiskPool:
-    """KV blocks in a folder that one server locks.
+    """KV blocks in a folder that one server locks, or that several lock if it is read-only.
 
     Args:
         folder: created if missing.
         model: identifies all that determines KV, except tokens and positions. Files with another value are ignored.
         num_blocks: maximum number of files. The least recently used files are removed.
         host: the host pool, whose blocks are saved and loaded.
+
+    Attributes:
+        is_kept: whether the folder is read-only. Its blocks are then the files of all hosts, in order of their names.
 
     Raises:
         ParameterError: if the folder cannot be used.
@@ -68,22 +106,29 @@ class DiskPool:
         self._parts = [field.flatten(1).view(torch.uint8).numpy() for field in fields]
         self._block_bytes = sum(part.shape[1] for part in self._parts)
         self._is_writable = True
+        self.is_kept = (folder.parent / KEPT).exists()
         with ExitStack() as acquired:
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # headers contain the tokens of prompts
-                self._lock: IO[bytes] = acquired.enter_context((folder / "lock").open("ab"))
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._remove([*folder.glob(f"*{_UNFINISHED}")])
-                kept_bytes = sum(path.stat().st_size for path in self._shrink())
+                self._lock = acquired.enter_context(lock_folder(folder, shared=self.is_kept))
+                self._kept = sorted(folder.parent.glob("host-*/*.kv"))[:num_blocks] if self.is_kept else []
+                if not self.is_kept:
+                    self._prepare()
             except BlockingIOError:
                 raise ParameterError("disk_kv_dir", f"{folder} is used by another server: give another one") from None
             except OSError as error:
                 raise ParameterError("disk_kv_dir", f"{folder} cannot be used ({error}): give another one") from error
-            needed, free = num_blocks * self._block_bytes - kept_bytes, shutil.disk_usage(folder).free
-            if needed > free:
-                problem = f"needs {needed / 2**30:.1f} GiB more in {folder}, but {free / 2**30:.1f} are free"
-                raise ParameterError("disk_kv_gib", f"{problem}: allow less")
             acquired.pop_all()  # `close` releases the lock from now on
+
+    def _prepare(self) -> None:
+        """Remove files beyond the size of the pool. Raise ParameterError if there is no space for the pool."""
+        folder = self._folder
+        self._remove([*folder.glob(f"*{_UNFINISHED}")])
+        kept_bytes = sum(path.stat().st_size for path in self._shrink())
+        needed, free = self._num_blocks * self._block_bytes - kept_bytes, shutil.disk_usage(folder).free
+        if needed > free:
+            problem = f"needs {needed / 2**30:.1f} GiB more in {folder}, but {free / 2**30:.1f} are free"
+            raise ParameterError("disk_kv_gib", f"{problem}: allow less")
 
     def _shrink(self) -> list[Path]:
         """Remove the least recently used files beyond `num_blocks`. Return the kept files, renumbered below it."""
@@ -106,8 +151,8 @@ class DiskPool:
                     header, size = self._read_header(file)
                     stat = os.fstat(file.fileno())
                 if stat.st_size != _FRONT_BYTES + size + self._block_bytes:
-                    raise _DamagedError("the file has a wrong size")
-            except (OSError, _DamagedError) as error:
+                    raise DamagedError("the file has a wrong size")
+            except (OSError, DamagedError) as error:
                 ignored.append(f"{path.name} ({error})")
             else:
                 blocks.append((stat.st_mtime_ns, block, Content(header.parent, header.tokens)))
@@ -116,7 +161,9 @@ class DiskPool:
         return [(block, content) for _, block, content in sorted(blocks, key=lambda entry: entry[:2])]
 
     def save(self, source: int, block: int, content: Content) -> bool:
-        """Write a host block to its file. Return False if that failed."""
+        """Write a host block to its file. Return False if that failed or the folder is read-only."""
+        if self.is_kept:
+            return False
         try:
             self._write(source, block, content)
         except OSError as error:
@@ -128,7 +175,7 @@ class DiskPool:
         return True
 
     def _write(self, source: int, block: int, content: Content) -> None:
-        header = msgspec.msgpack.encode(_Header(self._model, content.parent, tuple(content.tokens)))
+        header = msgspec.msgpack.encode(Header(self._model, content.parent, tuple(content.tokens)))
         front, parts = len(header).to_bytes(4, "little") + header, [part[source].data for part in self._parts]
         checksum = hashlib.blake2b(front, digest_size=_CHECKSUM_BYTES)
         for part in parts:
@@ -153,20 +200,21 @@ class DiskPool:
                 file.seek(0)
                 header, size = self._read_header(file)
                 if (header.parent, header.tokens) != (content.parent, tuple(content.tokens)):
-                    raise _DamagedError("the file has other content")
+                    raise DamagedError("the file has other content")
                 file.seek(len(front))
                 checksum = hashlib.blake2b(file.read(4 + size), digest_size=_CHECKSUM_BYTES)
                 for part in self._parts:
                     data = part[target].data
                     if file.readinto(data) != len(data):
-                        raise _DamagedError("the file is too short")
+                        raise DamagedError("the file is too short")
                     checksum.update(data)
             if checksum.digest() != front[len(_MAGIC) :]:
-                raise _DamagedError("the checksum is wrong")
+                raise DamagedError("the checksum is wrong")
             os.utime(path)  # marks it as most recently used, also for later servers
-        except (FileNotFoundError, _DamagedError) as error:
+        except (FileNotFoundError, DamagedError) as error:
             _log.warning("ignored %s (%s)", path, error)
             path.unlink(missing_ok=True)
+            (self._folder.parent / KEPT).unlink(missing_ok=True)  # the next run computes and saves the KV again
             return False
         except OSError as error:
             _log.warning("%s cannot be read (%s)", path, error)
@@ -182,7 +230,8 @@ class DiskPool:
         return Stored(move.number, sum(done) * self._block_bytes, failed)
 
     def clear(self) -> None:
-        self._remove([path for path, _ in self._files()])
+        """Remove all blocks. Kept blocks stay for the next run."""
+        self._remove([] if self.is_kept else [path for path, _ in self._files()])
 
     def close(self) -> None:
         """Release the lock of the folder, and drop the references to host memory."""
@@ -190,9 +239,12 @@ class DiskPool:
         self._parts.clear()
 
     def _path(self, block: int) -> Path:
-        return self._folder / f"{block:08d}.kv"
+        return self._kept[block] if self.is_kept else self._folder / f"{block:08d}.kv"
 
     def _files(self) -> Iterator[tuple[Path, int]]:
+        if self.is_kept:
+            yield from ((path, block) for block, path in enumerate(self._kept))
+            return
         for path in self._folder.glob("*.kv"):
             if path.stem.isdecimal() and path == self._path(int(path.stem)):
                 yield path, int(path.stem)
@@ -201,17 +253,10 @@ class DiskPool:
         for path in paths:
             path.unlink(missing_ok=True)
 
-    def _read_header(self, file: IO[bytes]) -> tuple[_Header, int]:
-        front = file.read(_FRONT_BYTES)
-        if front[: len(_MAGIC)] != _MAGIC:
-            raise _DamagedError("the file contains no KV")
-        size = int.from_bytes(front[-4:], "little")
-        try:
-            header = msgspec.msgpack.decode(file.read(min(size, _MAX_HEADER_BYTES)), type=_Header)
-        except msgspec.MsgspecError as error:
-            raise _DamagedError("the header is damaged") from error
+    def _read_header(self, file: IO[bytes]) -> tuple[Header, int]:
+        header, size = read_header(file)
         if header.model != self._model:
-            raise _DamagedError("the file is of another model")
+            raise DamagedError("the file is of another model")
         return header, size
 
 
@@ -249,3 +294,30 @@ class DiskLane:
 
 def _blocks(move: MoveKV) -> Iterator[tuple[int, int]]:
     return ((source.block, target.block) for source, target in move.copies)
+
+
+def name_of_kv(files: ModelFiles, block_size: int) -> str:
+    """Return the name of the folder with the KV of a model, which has its pools of all hosts."""
+    return f"{files.weights.parent.name}-{block_size}"
+
+
+def open_disks(
+    files: ModelFiles,
+    record: KvRecord,
+    cluster: Cluster,
+    host_memory: Sequence[HostMemory],
+    block_size: int,
+    acquired: ExitStack,
+    *,
+    kv_dir: str | None,
+) -> dict[int, DiskPool]:
+    """Open the pool on the disk of each host, by its number. Each model, block size and host has its own folder."""
+    model, dtype = name_of_kv(files, block_size), DTYPES[files.dtype]
+    folder = cache_root() / "kv" if kv_dir is None else Path(kv_dir).expanduser()
+    disks = {}
+    for host, (pool, num_blocks) in enumerate(zip(cluster.disk_pools, cluster.disk_blocks, strict=True)):
+        size, memory = cluster.host_blocks[host], host_memory[host].path
+        blocks = map_blocks(memory, record, num_blocks=size, block_size=block_size, dtype=dtype)
+        path = folder / model / f"host-{host}"
+        disks[pool] = acquired.enter_context(closing(DiskPool(path, model, num_blocks=num_blocks, host=blocks)))
+    return disks

@@ -16,6 +16,8 @@ from longspan.core.steps import Link
 from longspan.runtime.batch import Channel
 
 WEIGHTS = "weights"
+_RATING_HOPS = 2
+"""The last hops of a group, for the attention of prompts (`prompt_attention.py`)."""
 FIRST_MOVE_TAG = 2**31 - 2**27
 """Lower bound of the tags of KV moves, which end at 2**31. Exchanges use the tags below it."""
 _CHANNELS = 1024
@@ -69,7 +71,7 @@ class StepComm:
         self.sent: Counter[tuple[str, Link]] = Counter()
         self._lanes, self._cluster = lanes, cluster
         self._instance, self._stage, self._shard = cluster.at(rank)
-        self._num_layers, self._hops = num_layers, max(hidden_hops(cluster.num_ranks), SPARSE_HOPS)
+        self._num_layers, self._hops = num_layers, max(hidden_hops(cluster.num_ranks), SPARSE_HOPS) + _RATING_HOPS
         self._num_stages = cluster.pp(self._instance)
         self._num_inside = 0
         per_step = 2 * (num_layers + 1) * _CHANNELS * self._hops  # 2: `inside` may need more groups than channels

@@ -226,7 +226,7 @@ class Worker:
             rank=self._rank,
             number=forward.number,
             sampled=sampled,
-            scored=scored,
+            scored=scored if not self._requests.attention else (*scored, *packed.attention()),
             bytes_sent=dict(comm.sent),
             non_finite=non_finite,
             times=self._watch.seconds(),

@@ -143,6 +143,9 @@ class InputProcessor:
         if self.tokenizer is None and params.stop_strings:
             raise ParameterError("stop", "strings need a tokenizer, but there is none (`skip_tokenizer_init`)")
         params.check_vocab(self.vocab_size)
+        if (first := params.attention_from) is not None and first >= len(token_ids):
+            problem = f"must be less than the {len(token_ids)} tokens of the prompt, but {first} given"
+            raise ParameterError("attention_from", problem, first)
         if grammar is None:
             grammar = "" if params.structured_outputs is None else self.grammar(params.structured_outputs)
         ids = tuple(token_ids)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from longspan.core.request import ErrorKind, FinishReason, Request
 from longspan.core.steps import TokenLogprobs
@@ -94,6 +95,7 @@ class RequestState:
             prompt=self.engine_request.text,
             prompt_token_ids=list(leader.prompt),
             prompt_logprobs=self.prompt_logprobs() if ends[0].num_tokens else None,
+            prompt_attention=_shares(leader.attention) if leader.attention else None,
             outputs=[
                 choice.output(index, end) for index, (choice, end) in enumerate(zip(self.choices, ends, strict=True))
             ],
@@ -187,6 +189,12 @@ class Choice:
             error=request.error if end.finish_reason == "error" else None,
             logits=logits if params.output_logits else None,
         )
+
+
+def _shares(reports: Sequence[bytes]) -> npt.NDArray[np.float32]:
+    """Sum the attention that ranks report, as shares of all attention."""
+    total = np.sum([np.frombuffer(report, dtype=np.float32) for report in reports], axis=0)
+    return np.asarray(total / total.sum(), dtype=np.float32)
 
 
 def by_token(token: int, report: TokenLogprobs, text: Callable[[int], str | None]) -> LogprobsOfToken:

@@ -80,12 +80,12 @@ class KvAccount:
         hit uses the whole block and no request references it, the request adopts it. The next turn of a conversation
         then recomputes no token of earlier turns. Otherwise the block is copied, so all prompts share prefixes.
         """
-        if not self.prefix_caching or request.scores_prompt:
+        if not self.prefix_caching or not request.max_cached:
             return _NO_HIT  # logprobs of a prompt need a forward pass over all of it
         return self._with_partial(request, group, self._full_blocks(request, group))
 
     def match_in_place(self, request: RequestView, max_blocks: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
-        if not self.prefix_caching or request.scores_prompt:
+        if not self.prefix_caching or not request.max_cached:
             return _NO_HIT
         refs = self._full_blocks(request, (*max_blocks, *hosts))
         free = Counter(ref.pool for ref in refs if self._is_unused_on(ref, max_blocks))
@@ -105,7 +105,7 @@ class KvAccount:
     def _full_blocks(self, request: RequestView, pools: Sequence[int], first: int = 0) -> list[BlockRef]:
         """Find full blocks from index `first` on, each in the first pool that has it, up to the first gap."""
         refs: list[BlockRef] = []
-        for index in range(first + 1, -(-request.num_tokens // self.block_size)):
+        for index in range(first + 1, request.max_cached // self.block_size + 1):
             ref = self.find(request.parent_key(index), pools)
             if ref is None:
                 break
@@ -114,7 +114,7 @@ class KvAccount:
 
     def _with_partial(self, request: RequestView, group: Sequence[int], refs: list[BlockRef]) -> PrefixHit:
         """Append the block on `group` with the longest common prefix to a hit of full blocks, if it can be used."""
-        limit = request.num_tokens - 1
+        limit = request.max_cached
         start = len(refs) * self.block_size
         rest = tuple(request.tokens(start, min(limit, start + self.block_size)))
         (instance, block), length = self.find_common_prefix(request.parent_key(len(refs)), rest, group)
@@ -239,7 +239,7 @@ class KvAccount:
         Return the blocks and the number of cached blocks. Return None if fewer than `num_left` blocks would stay free.
         """
         pool, shared = self.pool(instance), list[BlockRef]()
-        if self.prefix_caching and not request.scores_prompt:
+        if self.prefix_caching and request.max_cached:
             shared = self._full_blocks(request, (instance,), places.start)[: len(places)]
         num_cached = sum(pool.references(ref.block) == 0 for ref in shared)
         if len(places) - len(shared) > pool.num_free - num_cached - num_left:

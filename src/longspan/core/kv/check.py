@@ -45,8 +45,9 @@ def violations(kv: KvManager, requests: Iterable[Request]) -> list[str]:
     """Return one sentence per violation of the invariants below.
 
     The reference count of each block equals the number of its uses by tables, copies, transfers and offloaded requests.
-    Blocks in use and free blocks add up to the size of their pool. Each residency matches the owners of the blocks.
-    Loads, transfers and offloaded blocks belong to one of the requests. A request waits for each load in flight.
+    Kept blocks have one more. Blocks in use and free blocks add up to the size of their pool. Each residency matches
+    the owners of the blocks. Loads, transfers and offloaded blocks belong to one of the requests. A request waits for
+    each load in flight.
 
     Args:
         requests: all that have not been dropped.
@@ -57,7 +58,7 @@ def violations(kv: KvManager, requests: Iterable[Request]) -> list[str]:
 
 def _references(kv: KvManager, requests: list[Request]) -> Iterator[str]:
     pins = Counter[BlockRef](chain(*(request.copying.values() for request in requests)))
-    named = Counter[BlockRef](chain(*(request.table for request in requests)))
+    named = Counter[BlockRef](chain(kv.kept, *(request.table for request in requests)))
     if kv.transfers is not None:
         named.update(chain(*(transfer.blocks for transfer in kv.transfers.in_progress)))
         pins.update(kv.transfers.moving_blocks)

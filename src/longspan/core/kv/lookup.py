@@ -62,7 +62,7 @@ class Lookup(KvAccount):
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
         """Return the longest prefix on `group`, or on its hosts and disks if a load costs less than recomputation."""
         hit = super().match(request, group)
-        if request.scores_prompt or hit.num_tokens >= request.num_tokens - 1:
+        if hit.num_tokens >= request.max_cached:
             return hit
         hosts = sorted({self._cluster.host_pool(instance) for instance in group})
         all_disks = [disk for host in hosts if (disk := self._cluster.disk_pool(host)) is not None]
@@ -87,7 +87,7 @@ class Lookup(KvAccount):
     ) -> _TieredHit:
         """Follow the prefix keys of a request through devices of a group, hosts and disks."""
         coming, size, hit = self._copies.find_in_flight, request.block_size, _TieredHit(refs=[])
-        limit, index = request.num_tokens - 1, 0
+        limit, index = request.max_cached, 0
         while (index + 1) * size <= limit:
             key = request.parent_key(index + 1)
             ref = self.find(key, group) or coming(key, group) or self.find(key, hosts) or coming(key, hosts)

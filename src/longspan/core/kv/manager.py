@@ -55,6 +55,7 @@ class KvManager:
         account: the pools, and the tables of requests. Policies see it as a `KvView`.
         swaps: the moves between tiers. None without host pools.
         transfers: the transfers to decode instances. None before the first.
+        kept: blocks on disks with one more reference, so that they are not evicted.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class KvManager:
         saved: Sequence[Iterable[tuple[int, Content]]] = (),
     ) -> None:
         self._config, self._requests, self._running, self._number = config, queues.requests, queues.running, number
-        self.counts = TierCounts()
+        self.counts, self.kept = TierCounts(), list[BlockRef]()
         self.swaps: Swaps | None = None
         self.transfers: Transfers | None = None
         if config.cluster.host_blocks and config.prefix_caching:

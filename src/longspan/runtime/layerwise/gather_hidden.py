@@ -23,6 +23,7 @@ class HiddenLayers:
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
         """Gather hidden states, compute this member's heads, and reduce-scatter the outputs."""
         context, gathered = self._context, self._gather_hidden(layer, channel)
+        gathered.observe = None if channel.ratings is None else channel.ratings.add_gathered
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with context.watch.during("attention"):

@@ -76,6 +76,8 @@ class UnshardedLayers:
                     out=torch.empty_like(q),
                 )
                 alltoall(call)
+                if channel.ratings is not None:
+                    channel.ratings.add(call)
                 return inside.to_tokens(call.out)
 
         if not len(own_hidden):  # the module cannot run on zero tokens

@@ -1,0 +1,166 @@
+"""The verb `cache`: lists and removes the files that longspan keeps on disk between runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+from rich.console import Console
+
+from longspan.cli.keep import folder_of_documents
+from longspan.cli.options import verb
+from longspan.cli.outputs import note, number_table
+from longspan.core.options import Option
+from longspan.errors import ParameterError
+from longspan.model.files import cache_root
+
+Kind = Literal["weights", "kv", "documents"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A folder of the cache.
+
+    Attributes:
+        model: the model that it belongs to, in words.
+        num_bytes: the size of all its files.
+        used: seconds since the epoch of the last change to a file.
+    """
+
+    kind: Kind
+    folder: Path
+    model: str
+    num_bytes: int
+    used: float
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+@verb
+def cache(
+    action: Annotated[Literal["list", "drop"], Option("list shows the entries. drop removes them.")],
+    kind: Annotated[
+        Literal["weights", "kv", "documents"] | None,
+        Option("weights: converted models. kv: the disk tier. documents: KV kept by name."),
+    ] = None,
+    name: Annotated[str | None, Option("Only the entry with this name.")] = None,
+    *,
+    as_json: Annotated[bool, Option("List as one JSON object per line.", name="json")] = False,
+) -> None:
+    """List or remove converted weights, KV on disk and kept documents.
+
+    KV and documents that another process uses are not removed.
+    """
+    entries = [entry for entry in _entries() if kind in (None, entry.kind) and name in (None, entry.name)]
+    if name is not None and not entries:
+        raise ParameterError("name", f"{name!r} is not stored: give a name of longspan cache list", name)
+    if action == "list":
+        _list(entries, as_json=as_json)
+        return
+    if kind is None:
+        raise ParameterError("kind", "is missing: give weights, kv or documents")
+    for entry in entries:
+        _DROPS[entry.kind](entry.folder)
+    total = sum(entry.num_bytes for entry in entries)
+    note(f"removed {len(entries)} of {kind}, {total / 2**20:,.0f} MiB")
+
+
+def _list(entries: list[Entry], *, as_json: bool) -> None:
+    if as_json:
+        for entry in entries:
+            fields = {"kind": entry.kind, "name": entry.name, "model": entry.model, "bytes": entry.num_bytes}
+            print(json.dumps({**fields, "used": _date(entry.used)}))
+        return
+    table = number_table(f"Stored in {cache_root()}", "MiB")
+    for column in ("last change", "kind", "name", "model"):
+        table.add_column(column, overflow="fold")
+    for entry in entries:
+        table.add_row(f"{entry.num_bytes / 2**20:,.0f}", _date(entry.used), entry.kind, entry.name, entry.model)
+    Console().print(table)
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="minutes")
+
+
+def _entries() -> Iterator[Entry]:
+    root = cache_root()
+    weights, kv = root / "weights", root / "kv"
+    for folder in _folders(weights):
+        yield _entry("weights", folder, _model_of(folder))
+    for folder in _folders(kv):
+        yield _entry("kv", folder, _model_of(weights / folder.name.rpartition("-")[0]))
+    for folder in _folders(folder_of_documents()):
+        yield _entry("documents", folder, _models_of_document(folder))
+
+
+def _folders(parent: Path) -> list[Path]:
+    return sorted(path for path in parent.glob("*") if path.is_dir())
+
+
+def _entry(kind: Kind, folder: Path, model: str) -> Entry:
+    stats = list[os.stat_result]()
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # another process may remove files
+            stats += [path.stat()] if path.is_file() else []
+    used = max((stat.st_mtime for stat in stats), default=0.0)
+    return Entry(kind=kind, folder=folder, model=model, num_bytes=sum(stat.st_size for stat in stats), used=used)
+
+
+def _model_of(weights: Path) -> str:
+    """Describe the model of a folder of converted weights by its configuration."""
+    try:
+        config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "unknown"
+    [architecture, *_] = config.get("architectures") or ["unknown"]
+    return f"{architecture}, {config.get('num_hidden_layers', '?')} layers, {config.get('dtype', '?')}"
+
+
+def _models_of_document(folder: Path) -> str:
+    from longspan.runtime import kept_kv  # noqa: PLC0415 - needed for kept documents only
+
+    records = [record for path in _folders(folder) if (record := kept_kv.record(path))]
+    return ", ".join(f"{record.get('model')} ({record.get('tokens')} tokens)" for record in records) or "not complete"
+
+
+# ---------------------------------------------------------------- removal
+
+
+def _drop_weights(folder: Path) -> None:
+    from filelock import FileLock, Timeout  # noqa: PLC0415 - needed here only
+
+    try:
+        with FileLock(f"{folder}.lock", timeout=0):
+            shutil.rmtree(folder)
+    except Timeout:
+        problem = f"{folder.name} is being converted by another process: stop that first, or give another name"
+        raise ParameterError("name", problem, folder.name) from None
+
+
+def _drop_kv(folder: Path) -> None:
+    from longspan.runtime import kept_kv  # noqa: PLC0415
+
+    kept_kv.drop_model(folder)
+
+
+def _drop_document(folder: Path) -> None:
+    from longspan.runtime import kept_kv  # noqa: PLC0415
+
+    kept_kv.drop(folder)
+
+
+_DROPS: Mapping[Kind, Callable[[Path], None]] = {
+    "weights": _drop_weights,
+    "kv": _drop_kv,
+    "documents": _drop_document,
+}

@@ -1,0 +1,118 @@
+"""Kept documents: their texts and KV under a name on disk, so that later runs answer the next question at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from longspan.cli.documents import Content
+from longspan.cli.outputs import note
+from longspan.core.options import Option
+from longspan.errors import ParameterError
+from longspan.model.files import cache_root
+
+if TYPE_CHECKING:
+    from longspan.args import EngineArgs
+    from longspan.llm import LLM
+
+KeepArgument = Annotated[
+    str | None, Option("Keep the KV of the files on disk by this name, for the next question.", metavar="NAME")
+]
+HOST_GIB, DISK_GIB = 4.0, 4.0
+"""Memory and disk for the KV of a kept document, if not given. These hold 93,000 tokens of the default model, or
+32,000 tokens of Llama 3 8B. A longer document is answered, but not kept."""
+_SAVE_S = 600.0
+"""Seconds in which the KV of a document is written after its first answer."""
+_RECORD = "document.json"
+
+
+def folder_of_documents() -> Path:
+    return cache_root() / "documents"
+
+
+class Kept:
+    """A name with its document. A name whose content differs from the given files is replaced.
+
+    Args:
+        given: None for the stored content, of a name without files.
+
+    Attributes:
+        content: the content to put before the question.
+
+    Raises:
+        ParameterError: the name is no name of a file, or unknown although no file is given, or is in use.
+    """
+
+    def __init__(self, name: str, given: Content | None) -> None:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ParameterError("keep", f"must be letters, digits, '.', '-' and '_', but {name!r} given", name)
+        self.name, self._folder = name, folder_of_documents() / name
+        self._saved: tuple[Path, Sequence[int], int] | None = None
+        stored = self._stored()
+        if given is None and stored is None:
+            raise ParameterError("keep", f"{name!r} is not stored: give the files before the question", name)
+        if given is not None and stored is not None and given.to_json() != stored.to_json():
+            note(f"the content of {name} has changed: its KV is computed again")
+            self._drop()
+        content = given or stored
+        assert content is not None, "checked above"
+        self.content = content
+
+    def engine(self, engine: EngineArgs) -> EngineArgs:
+        """Return the options with the tiers that the document needs."""
+        if engine.disk_kv_dir is not None:
+            raise ParameterError("disk_kv_dir", "is set by `keep`: leave one of them out", engine.disk_kv_dir)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files contain the user's text
+        return replace(
+            engine,
+            host_kv_gib=engine.host_kv_gib or HOST_GIB,
+            disk_kv_gib=engine.disk_kv_gib or DISK_GIB,
+            disk_kv_dir=str(self._folder),
+        )
+
+    def save(self, llm: LLM, tokens: Sequence[int], *, block_size: int) -> None:
+        """Store the content, whose `tokens` all prompts begin with. Wait until the KV of ended requests is on disk."""
+        from longspan.runtime.disk_pool import name_of_kv  # noqa: PLC0415 - needed for kept documents only
+
+        if not llm.engine.settle(_SAVE_S):
+            note(f"the KV of {self.name} is not on disk after {_SAVE_S:g} s")
+        (self._folder / _RECORD).write_text(self.content.to_json(), encoding="utf-8")
+        self._saved = self._folder / name_of_kv(llm.service.files, block_size), tokens, block_size
+
+    def finish(self, model: str) -> None:
+        """Make the saved KV of the content read-only. The engine has ended."""
+        from longspan.runtime import kept_kv  # noqa: PLC0415 - needed for kept documents only
+
+        if self._saved is None or kept_kv.is_kept(self._saved[0]):
+            return
+        folder, tokens, block_size = self._saved
+        try:
+            num_bytes = kept_kv.keep(folder, tokens, block_size, model=model)
+        except kept_kv.KvInUseError as error:
+            note(f"the KV of {self.name} is not kept yet: {error}")
+            return
+        if num_bytes is None:
+            problem = f"the KV of {self.name} is not kept: it was not computed, or the tiers are too small for it"
+            note(f"{problem}. Allow more by --host-kv-gib and --disk-kv-gib")
+        else:
+            note(f"kept {self.name}: {len(tokens):,} tokens, {num_bytes / 2**20:,.0f} MiB of KV")
+
+    def _stored(self) -> Content | None:
+        try:
+            return Content.of_json((self._folder / _RECORD).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            note(f"the record of {self.name} cannot be read ({error}), so it is written again")
+            return None
+
+    def _drop(self) -> None:
+        from longspan.runtime import kept_kv  # noqa: PLC0415 - needed for kept documents only
+
+        try:
+            kept_kv.drop(self._folder)
+        except kept_kv.KvInUseError as error:
+            raise ParameterError("keep", f"{self.name!r} cannot be replaced: {error}", self.name) from None

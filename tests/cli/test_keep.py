@@ -1,0 +1,145 @@
+"""`--keep` and `longspan cache`, with a real engine in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import ThreadLLM
+from fake_llm import run
+
+import longspan
+from longspan.runtime.disk_pool import lock_folder
+
+Capture = pytest.CaptureFixture[str]
+Type = Callable[[str], None]
+TEXT = "The sea is blue and the key is 42. " * 12
+
+
+@pytest.fixture
+def ask(
+    speaking_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> Callable[..., dict[str, Any]]:
+    """Runs `longspan ask --json` with a cache of its own and returns the object, with the notes as `notes`."""
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(vars(longspan), "LLM", ThreadLLM)
+    monkeypatch.setattr("longspan.cli.options.start_server", lambda: None)
+    (tmp_path / "a.txt").write_text(TEXT)
+
+    def asked(*arguments: str) -> dict[str, Any]:
+        flags = ("--model", str(speaking_model), "--max-tokens", "3", "--block-size", "16", "--json")
+        tiers = ("--host-kv-gib", "0.01", "--disk-kv-gib", "0.01")
+        assert run("ask", *arguments, *flags, *tiers) == 0
+        out, err = capsys.readouterr()
+        return {**json.loads(out.splitlines()[-1]), "notes": err}
+
+    return asked
+
+
+def test_the_second_question_needs_no_file_and_computes_no_document(ask: Callable[..., dict[str, Any]]) -> None:
+    first = ask("a.txt", "Which colour?", "--keep", "sea")
+    assert first["cached_tokens"] == 0
+    assert "kept sea" in first["notes"]
+    second = ask("What is the key?", "--keep", "sea")
+    assert second["cached_tokens"] > 0.8 * second["prompt_tokens"]
+    assert "kept" not in second["notes"]
+    plain = ask("a.txt", "What is the key?")
+    assert (second["text"], second["prompt_tokens"]) == (plain["text"], plain["prompt_tokens"])
+
+
+def test_a_changed_file_replaces_the_document(ask: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    ask("a.txt", "Which colour?", "--keep", "sea")
+    (tmp_path / "a.txt").write_text("Something else. " * 20)
+    changed = ask("a.txt", "Which colour?", "--keep", "sea")
+    assert "has changed" in changed["notes"]
+    assert ask("a.txt", "What?", "--keep", "sea")["cached_tokens"] > 0.8 * changed["prompt_tokens"] - 16
+
+
+def test_chat_keeps_its_files(
+    ask: Callable[..., dict[str, Any]], speaking_model: Path, type_in: Type, capsys: Capture
+) -> None:
+    type_in("Which colour?\n")
+    flags = ("--max-tokens", "3", "--block-size", "16", "--host-kv-gib", "0.01", "--disk-kv-gib", "0.01")
+    assert run("chat", str(speaking_model), "--file", "a.txt", "--keep", "sea", *flags) == 0
+    assert "kept sea" in capsys.readouterr().err
+    second = ask("What is the key?", "--keep", "sea")
+    assert second["cached_tokens"] > 0.8 * second["prompt_tokens"]
+
+
+def test_chat_keeps_its_files_after_ctrl_c(
+    ask: Callable[..., dict[str, Any]], speaking_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def lines() -> Iterator[str]:
+        yield "Which colour?"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("longspan.cli.chat._lines", lines)
+    flags = ("--max-tokens", "3", "--block-size", "16", "--host-kv-gib", "0.01", "--disk-kv-gib", "0.01")
+    assert run("chat", str(speaking_model), "--file", "a.txt", "--keep", "sea", *flags) == 130
+    assert "kept sea" in capsys.readouterr().err
+    assert ask("What is the key?", "--keep", "sea")["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["What?", "--keep", "unknown"], "--keep 'unknown' is not stored"),
+        (["a.txt", "What?", "--keep", "../up"], "--keep must be"),
+        (["a.txt", "What?", "--keep", "x", "--disk-kv-dir", "y"], "--disk-kv-dir"),
+        (["What?", "--keep", "x", "--system", "y"], "--system"),
+    ],
+)
+@pytest.mark.usefixtures("ask")
+def test_a_mistake_is_one_line_and_code_2(arguments: list[str], words: str, capsys: Capture) -> None:
+    assert run("ask", *arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert words in err
+
+
+def listed(capsys: Capture, *arguments: str) -> list[dict[str, Any]]:
+    assert run("cache", "list", *arguments, "--json") == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_cache_is_listed_and_dropped_by_kind_and_name(
+    ask: Callable[..., dict[str, Any]], tmp_path: Path, speaking_model: Path, capsys: Capture
+) -> None:
+    tokens = ask("a.txt", "Which colour?", "--keep", "sea")["prompt_tokens"]
+    ask("a.txt", "Which colour?", "--keep", "other")
+    ask("a.txt", "Which colour?")
+    assert {entry["kind"] for entry in listed(capsys)} == {"weights", "kv", "documents"}
+    other, sea = listed(capsys, "documents")
+    assert (other["name"], sea["name"]) == ("other", "sea")
+    assert str(speaking_model) in sea["model"]
+    folder = tmp_path / "cache/documents/sea"
+    assert sea["bytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) > tokens
+    assert run("cache", "list") == 0
+    assert "sea" in capsys.readouterr().out
+    for kind, name in (("documents", "sea"), ("weights", None), ("kv", None)):
+        assert run("cache", "drop", kind, *filter(None, [name])) == 0
+        assert name in {None, "sea"}
+    assert [(entry["kind"], entry["name"]) for entry in listed(capsys)] == [("documents", "other")]
+    assert run("cache", "drop", "documents") == 0
+    assert not listed(capsys)
+
+
+def test_a_document_in_use_is_not_dropped(ask: Callable[..., dict[str, Any]], tmp_path: Path, capsys: Capture) -> None:
+    ask("a.txt", "Which colour?", "--keep", "sea")
+    [host] = (tmp_path / "cache/documents/sea").glob("*/host-0")
+    with lock_folder(host, shared=True):
+        assert run("cache", "drop", "documents") == 2
+        assert "another process" in capsys.readouterr().err
+        assert ask("What is the key?", "--keep", "sea")["cached_tokens"] > 0
+    assert run("cache", "drop", "documents", "sea") == 0
+
+
+@pytest.mark.usefixtures("ask")
+@pytest.mark.parametrize(("arguments", "words"), [(["drop"], "kind"), (["list", "kv", "nix"], "nix")])
+def test_a_wrong_entry_is_named(arguments: list[str], words: str, capsys: Capture) -> None:
+    assert run("cache", *arguments) == 2
+    assert words in capsys.readouterr().err
