@@ -26,6 +26,7 @@ from longspan.errors import ParameterError
 if TYPE_CHECKING:
     from longspan.cli.citations import Citation, Cited
     from longspan.llm import LLM
+    from longspan.outputs import RequestOutput
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=512, seed=0)
 
@@ -81,15 +82,7 @@ def ask(
     if kept is not None:
         kept.finish(model)
     if as_json:
-        fields = {
-            "text": completion.text,
-            "finish_reason": completion.finish_reason,
-            "prompt_tokens": len(output.prompt_token_ids),
-            "cached_tokens": output.num_cached_tokens,
-            "ttft_s": output.metrics.ttft_s,
-            "citations": [passage.to_json() for passage in passages],
-        }
-        print(json.dumps(fields))
+        print(json.dumps(_fields(output, passages)))
     else:
         _show_citations(passages)
         if sys.stderr.isatty():
@@ -98,6 +91,18 @@ def ask(
         raise ValueError(f"the answer ended early: {completion.stop_reason}")
     if completion.finish_reason == "length":
         note(f"the answer was cut off at {len(completion.token_ids)} tokens (--max-tokens)")
+
+
+def _fields(output: RequestOutput, passages: Sequence[Citation]) -> dict[str, object]:
+    [completion] = output.outputs
+    return {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "cached_tokens": output.num_cached_tokens,
+        "ttft_s": output.metrics.ttft_s,
+        "citations": [passage.to_json() for passage in passages],
+    }
 
 
 def _cited(llm: LLM, conversation: Conversation, content: Content, question: str) -> Cited | None:

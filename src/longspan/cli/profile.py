@@ -66,9 +66,8 @@ def profile(
         raise ParameterError("quick", "excludes --lengths, --repeats and --partitions: leave it out", quick)
     resolved = engine.resolve()
     given = resolved.cluster.spec
-    spec = replace(
-        given, instances=given.instances * given.pp, pp=1
-    )  # these instances compute concurrently, as stages do
+    # These instances compute concurrently, as stages do.
+    spec = replace(given, instances=given.instances * given.pp, pp=1)
     if partitions and spec.instances == 1:
         raise ValueError("--partitions needs several instances, but there is 1: give --parallel")
     if partitions and engine.max_num_batched_tokens is not None:
@@ -89,12 +88,16 @@ def profile(
         table = run.search_partitions(start_chains, measured, spec.instances, chosen, repeats)
     else:
         table = store.load_partitions(measured.profile_key, engine.block_size)
+    _print(measured, table, as_json=as_json)
+    return 0
+
+
+def _print(measured: Profile, table: PartitionTable, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_as_fields(measured, table)))
-    else:
-        for printed in _tables(measured, table):
-            Console().print(printed)
-    return 0
+        return
+    for printed in _tables(measured, table):
+        Console().print(printed)
 
 
 def _check(engine: EngineArgs) -> None:
