@@ -224,7 +224,9 @@ def test_methods_that_a_route_does_not_have(client: Client) -> None:
             answer = ask(client, asked, has_body=method != "HEAD")
             assert answer.status == 405, (method, path, answer)
             assert answer.headers["allow"].lower() in operations
-            if method != "HEAD":
+            if path.startswith("/v1/messages"):  # errors of this API have another form
+                assert method == "HEAD" or answer.body["error"]["type"] == "invalid_request_error"
+            elif method != "HEAD":
                 check_error(answer)
 
 
