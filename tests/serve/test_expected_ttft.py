@@ -40,7 +40,10 @@ def test_the_expected_ttft_is_that_of_the_profile_without_cached_tokens(
         other = [list(range(5 + at, 105 + at)) for at in (0, 1)]
         both = expected_s(server, other, stream=True)
         one = TOKEN_S * 100
-        assert both == pytest.approx({"1": 2 * one, "2": one}[parallel], rel=0.05), "the first one delays the second"
+        if parallel == "1":
+            assert 0.95 * one <= both <= 2.1 * one, "the uncomputed part of the first prompt delays the second"
+        else:
+            assert both == pytest.approx(one, rel=0.05), "prompts on different instances do not wait for each other"
 
 
 def test_there_is_no_expected_ttft_without_a_profile(

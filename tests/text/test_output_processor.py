@@ -34,6 +34,7 @@ class ScriptedRequest:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     logits: list[bytes] = field(default_factory=list)
+    attention: list[bytes] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | None = None
     error: None = None
