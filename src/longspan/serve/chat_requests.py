@@ -143,17 +143,19 @@ class AllowedToolChoice(WireModel):
     allowed_tools: AllowedTools
 
 
-def _kind_of_choice(value: object) -> str:
-    if isinstance(value, AllowedToolChoice) or (isinstance(value, dict) and value.get("type") == "allowed_tools"):
-        return "allowed"
-    return "named" if isinstance(value, dict | NamedTool) else "word"
+def kind_of_choice(value: object) -> str:
+    """Return the tag of a tool choice, which is parsed JSON or a model."""
+    if not isinstance(value, dict | WireModel):
+        return "word"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "allowed" if kind == "allowed_tools" else "named"
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
     | Annotated[NamedTool, Tag("named")]
     | Annotated[AllowedToolChoice, Tag("allowed")],
-    Discriminator(_kind_of_choice),
+    Discriminator(kind_of_choice),
 ]
 
 

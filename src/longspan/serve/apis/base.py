@@ -21,6 +21,13 @@ Names = Sequence[tuple[str, str]]
 """Expressions for paths of fields in chats, each with its replacement in the API."""
 
 
+def check_tool_kind(data: object, kind: str) -> None:
+    """Raise WireError for a tool of another kind than `kind`, which the client runs. This server runs no tools."""
+    if isinstance(data, dict) and isinstance(given := data.get("type"), str) and given != kind:
+        problem = f"{given[:60]!r} is not supported, because this server runs no tools: use the type {kind}"
+        raise WireError(problem, "type")
+
+
 def chat_of(fields: Mapping[str, Any], names: Names) -> ChatCompletionRequest:
     """Return the chat with these fields, of which None counts as not given. Raise WireError for a mistake."""
     return _parsed(ChatCompletionRequest, fields, names)

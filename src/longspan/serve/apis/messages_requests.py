@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BaseModel, FailFast, Field, model_validator
 from typing_extensions import TypeAliasType
 
-from longspan.serve.apis.base import Names, chat_of, conversation_of
+from longspan.serve.apis.base import Names, chat_of, check_tool_kind, conversation_of
 from longspan.serve.chat_requests import ChatCompletionRequest, TokenizeRequest
 from longspan.serve.errors import WireError
 from longspan.serve.requests import MAX_COUNT, UNSERVED, Schema, StopStrings, WireModel
@@ -101,9 +101,7 @@ class CustomTool(WireModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_others(cls, data: object) -> object:
-        if isinstance(data, dict) and isinstance(kind := data.get("type"), str) and kind != "custom":
-            problem = f"{kind[:60]!r} is not supported, because this server runs no tools: use the type custom"
-            raise WireError(problem, "type")
+        check_tool_kind(data, "custom")
         return data
 
 

@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
-from longspan.serve.apis.base import Names, chat_of
-from longspan.serve.chat_requests import ChatCompletionRequest
-from longspan.serve.errors import WireError
+from longspan.serve.apis.base import Names, chat_of, check_tool_kind
+from longspan.serve.chat_requests import ChatCompletionRequest, kind_of_choice
 from longspan.serve.requests import MAX_COUNT, UNSERVED, JsonObjectFormat, Schema, SomeText, TextFormat, WireModel
 
 NAMES: Names = (
@@ -110,9 +109,7 @@ class FlatTool(WireModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_others(cls, data: object) -> object:
-        if isinstance(data, dict) and isinstance(kind := data.get("type"), str) and kind != "function":
-            problem = f"{kind[:60]!r} is not supported, because this server runs no tools: use the type function"
-            raise WireError(problem, "type")
+        check_tool_kind(data, "function")
         return data
 
 
@@ -134,17 +131,11 @@ class FlatAllowed(WireModel):
     tools: Annotated[list[FlatName], Field(min_length=1), FailFast()]
 
 
-def _kind_of_choice(value: object) -> str:
-    if isinstance(value, FlatAllowed) or (isinstance(value, dict) and value.get("type") == "allowed_tools"):
-        return "allowed"
-    return "named" if isinstance(value, dict | FlatName) else "word"
-
-
 FlatChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
     | Annotated[FlatName, Tag("named")]
     | Annotated[FlatAllowed, Tag("allowed")],
-    Discriminator(_kind_of_choice),
+    Discriminator(kind_of_choice),
 ]
 
 

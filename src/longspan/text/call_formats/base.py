@@ -127,8 +127,8 @@ class CallFormat(ABC):
         return None
 
     def call_head(self, function: Function) -> str:
-        """Return the text of a call before its arguments."""
-        raise NotImplementedError(f"calls begin with {self.begin!r}, which suffices: {function.name}")
+        """Return the text of a call before its arguments. Only grammars of calls without a begin need it."""
+        raise AssertionError(f"calls of {function.name} begin with {self.begin!r}")
 
     @abstractmethod
     def arguments(self, parameters: Schema | None) -> ArgumentsReader:
