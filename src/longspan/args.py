@@ -10,7 +10,7 @@ from functools import partial, wraps
 from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar
 
 from longspan import limits
-from longspan.core.checks import check_choice, check_types
+from longspan.core.arguments import check_choice, check_types
 from longspan.core.cluster import Cluster
 from longspan.core.locations import Location, locations_of_ranks
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of

@@ -2,16 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import Any, TypeVar
-
-KindT = TypeVar("KindT")
-
-_MENTION = re.compile(r"`(\w+)`")
-
 
 class ParameterError(ValueError):
     """A parameter has an invalid value. The message is the parameter's name and the problem.
@@ -36,31 +26,6 @@ class ParameterError(ValueError):
 def named(name: str, problem: str) -> str:
     """Return the message about a parameter that readers know as `name`."""
     return f"{name}{problem}" if problem[:1] in (":", "(") else f"{name} {problem}"
-
-
-def renamed(message: str, names: Mapping[str, str]) -> str:
-    """Return a message with other names of the parameters in backticks. Unknown names only lose the backticks."""
-    return _MENTION.sub(lambda match: names.get(match[1], match[1]), message)
-
-
-def suggesting(kind: type[KindT]) -> type[KindT]:
-    """Decorate a dataclass so that the error about an unknown argument names a known one."""
-    init: Callable[..., None] = kind.__init__
-    known = inspect.signature(kind).parameters
-
-    @wraps(init)
-    def checked(self: KindT, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the arguments of the dataclass
-        try:
-            init(self, *args, **kwargs)
-        except TypeError as error:
-            if kwargs.keys() <= known.keys():
-                raise
-            from longspan.names import remedy  # noqa: PLC0415 - an error
-
-            raise TypeError(str(error).replace(".__init__", "", 1) + remedy(kwargs, known)) from None
-
-    kind.__init__ = checked  # type: ignore[method-assign, assignment]
-    return kind
 
 
 class PluginError(ValueError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
+
+_MENTION = re.compile(r"`(\w+)`")
 
 _OTHERS = {
     "tensor_parallel_size": "tp",
@@ -78,3 +81,8 @@ def choices(value: object, known: Iterable[str]) -> str:
     similar = closest(value, known) if isinstance(value, str) else None
     meant = "" if similar is None else f" ({similar} is similar)"
     return f"choose from {', '.join(known)}{meant}"
+
+
+def renamed(message: str, names: Mapping[str, str]) -> str:
+    """Return a message with other names of the parameters in backticks. Unknown names only lose the backticks."""
+    return _MENTION.sub(lambda match: names.get(match[1], match[1]), message)

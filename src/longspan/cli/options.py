@@ -28,9 +28,10 @@ from longspan.cli.signals import finishing, unwinding
 from longspan.core.checks import check_number
 from longspan.core.exchange_plugins import exchange_names
 from longspan.core.options import Option, options_of
-from longspan.errors import ParameterError, named, renamed
+from longspan.errors import ParameterError, named
 from longspan.file_errors import unread
 from longspan.limits import read_bytes
+from longspan.names import renamed
 from longspan.policy.registry import policy_names
 from longspan.runtime.executor.forkserver import start_server
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache
-from numbers import Integral, Real
-from types import UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any
 
 from longspan.errors import ParameterError
 
@@ -34,50 +30,3 @@ def check_text(name: str, value: object) -> None:
     """Raise a ParameterError for a parallel spec that is neither a text nor None."""
     if not isinstance(value, str | None):
         raise ParameterError(name, f"must be a text such as '2' or 'tp2', but {value!r:.60} given", value)
-
-
-_KINDS: Mapping[type, str] = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    Mapping: "a dict",
-    type(None): "None",
-}
-_ACCEPTED = {int: Integral, float: Real}
-
-
-def check_types(options: Any) -> None:  # noqa: ANN401 - any dataclass
-    """Raise a ParameterError for a field whose value has none of its types. Literals are for `check_choice`."""
-    for name, kinds in _types_of(cast(Any, type(options))).items():
-        value = getattr(options, name)
-        if kinds <= _KINDS.keys() and not any(_is_of(value, kind) for kind in kinds):
-            words = [words for kind, words in _KINDS.items() if kind in kinds]
-            raise ParameterError(name, f"must be {' or '.join(words)}, but {value!r:.60} given", value)
-
-
-def check_choice(name: str, value: object, hint: Any) -> None:  # noqa: ANN401 - a type
-    """Raise a ParameterError for a value that is none of the literals of its type, if it has literals."""
-    parts = _parts(hint)
-    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
-    if choices and value not in choices and not (value is None and type(None) in parts):
-        one_of = f"{', '.join(choices[:-1])} or {choices[-1]}"
-        raise ParameterError(name, f"must be {one_of}, but {value!r:.60} given", value)
-
-
-@cache
-def _types_of(kind: Any) -> dict[str, frozenset[Any]]:  # noqa: ANN401 - a dataclass
-    """Return the types of each field of a dataclass."""
-    hints = get_type_hints(kind)
-    return {
-        field.name: frozenset(get_origin(part) or part for part in _parts(hints[field.name])) for field in fields(kind)
-    }
-
-
-def _parts(hint: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a type
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _is_of(value: object, kind: type) -> bool:
-    """Return True for a value of this type. True and False are no numbers."""
-    return isinstance(value, _ACCEPTED.get(kind, kind)) and (kind is bool or not isinstance(value, bool))

@@ -10,8 +10,9 @@ from math import inf
 from numbers import Integral, Real
 from typing import Annotated, Any
 
+from longspan.core.arguments import suggesting
 from longspan.core.options import Option, id_list, key_values
-from longspan.errors import ParameterError, suggesting
+from longspan.errors import ParameterError
 
 LogitBias = Mapping[Any, float] | tuple[tuple[int, float], ...]
 """Token id to bias, stored as sorted pairs. JSON has no integer keys, so ids may be strings of digits.

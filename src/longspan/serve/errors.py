@@ -18,8 +18,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from longspan.core.request import ContextLengthError
-from longspan.errors import ParameterError, named, renamed
-from longspan.names import closest
+from longspan.errors import ParameterError, named
+from longspan.names import closest, renamed
 
 _TYPES = {
     400: "invalid_request_error",
