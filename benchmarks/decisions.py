@@ -1,7 +1,7 @@
 """Measure the time to plan a prompt with Tetris's algorithms, by number of instances, and the time of engine steps.
 
 Lengths and queueing times are random, as in §7.4 of the paper. There are eight instances per host, and group sizes are
-powers of two up to all instances. Prefill times are like those of its Table 1. They shrink with the size per token and
+powers of two up to all instances. Prefill times are similar to its Table 1. They shrink with the size per token and
 per pair, and each further member adds to the start. The output has one line per number of instances. With --other-hosts
 it also has hosts of other sizes, which the groups do not always divide.
 
@@ -49,7 +49,7 @@ _CLUSTER = ClusterSpec(hardware="a100-sxm-80g", hosts=8, gpus_per_host=8)
 
 
 def times_of(size: int) -> PrefillTime:
-    """Return prefill times of an 8B model on `size` A100, about those of Table 1."""
+    """Return prefill times of an 8B model on `size` A100, similar to Table 1."""
     return PrefillTime(
         start_s=0.02 + 0.02 * (size - 1), token_s=6.5e-5 / size, cached_s=1.1e-9 / size, square_s=5e-10 / size
     )

@@ -1,4 +1,4 @@
-"""Runs the unmodified lm-eval against a longspan server, and compares its log-likelihoods with those of transformers.
+"""Runs the unmodified lm-eval against a longspan server, and compares its log-likelihoods with transformers.
 
 The server has SmolLM2 in float32. lm-eval runs in an environment of its own and requests the log-likelihoods of answers
 and texts (`local-completions`). It runs once with token ids, several per request, and once with texts. transformers

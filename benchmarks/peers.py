@@ -141,7 +141,7 @@ def _measure_speed(
 def _measure_shares(entries: Sequence[Entry], options: argparse.Namespace, tell: Tell) -> tuple[Shares, Contest]:
     """Measure longspan's worker seconds per category, in separate engines because the timers cost time.
 
-    The seconds of decoding are those of a run with many new tokens minus those of a run with one new token.
+    The seconds of decoding are a run with many new tokens minus a run with one new token.
     """
     longest, batch, length = max(options.lengths), max(options.batches), options.decode_length
     prefill = ttft_column(longest).load

@@ -3,7 +3,7 @@
     python benchmarks/startup.py [--repeats 5] [--before SRC] [--serve] [--require SECONDS]
 
 The prompt has ten tokens. A first run of each case is not counted, so all files are in the page cache. Times are
-medians. CPU seconds are those of all processes of a run, to its end. They are more reliable than wall-clock times on a
+medians. CPU seconds include all processes of a run, to its end. They are more reliable than wall-clock times on a
 busy machine. `--before` names the folder `src` of an earlier version, which alternates with this version. The last
 lines list the packages with the longest imports, in the process that prints and in the parent process of workers.
 

@@ -11,7 +11,7 @@
   output independently.
 - `sharegpt`: 2,000 requests. The paper shows a distribution without numbers. Ours are log-normal, cut off at 4 and
   1,024 tokens. The deviation of the logarithm is a sixth of the range. The means of 220 and 200 tokens are close to
-  those of ShareGPT in vLLM's benchmark.
+  the lengths of ShareGPT in vLLM's benchmark.
 - Static specs, of any number of instances, use `chunked`. Passes have the best size of 256 to 8,192 tokens, as the
   paper tunes its chunk size. Specs that are a quarter slower than the best with 1,024 tokens are not tuned. Specs with
   less than 60 % of the best throughput by Eq. 1, for requests of mean lengths, are not simulated.

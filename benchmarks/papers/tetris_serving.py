@@ -336,7 +336,7 @@ class Figures:
 
     Attributes:
         max_rates: by workload and system.
-        ttft_p50, ttft_p99: of the best baseline at its highest rate, over those of `tetris` at the same rate.
+        ttft_p50, ttft_p99: of the best baseline at its highest rate, over the values of `tetris` at the same rate.
         tbt_p50, tbt_p99: the same of `loongserve`.
         throughput: of `tetris` over that of the best baseline, at the same rate.
         fixed_rate: the least TTFT with any fixed improvement rate over that with the table, P50 and P99, all loads.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _TRAILER_BYTES = 16
 OUTBOX_BYTES = 256 * 2**20
-"""Maximum bytes of unfinished sends besides those of the latest call. They keep memory until the peers receive them."""
+"""Maximum bytes of unfinished sends besides the latest call. They keep memory until the peers receive them."""
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 

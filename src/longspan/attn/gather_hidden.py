@@ -24,7 +24,7 @@ from longspan.core.splits import split_heads
 
 
 class GatherHidden:
-    """The exchange of one layer on one member. The arguments are those of a `Call`. The span's KV is not yet stored.
+    """The exchange of one layer on one member. It has the arguments of a `Call`. The span's KV is not yet stored.
 
     Gathered tokens are ordered by member, and the tokens of a member by part.
 

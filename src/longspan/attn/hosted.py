@@ -1,4 +1,4 @@
-"""Attention over keys and values in a host pool, whose partial results are merged with those of the device.
+"""Attention over keys and values in a host pool, whose partial results are merged with the device's.
 
 Single queries are copied to the host, and its processor attends them to the keys in place. It reads each key once, from
 memory that is faster than the bus. If a request has several queries, they stay on the device, and keys are copied to it

@@ -34,7 +34,7 @@ class MemberPart:
     Attributes:
         rows: this member's queries among all its tokens of the step, in order of position.
         q_runs: the positions of the queries of every member.
-        kv_runs: the positions of the keys that every member holds, those of this step included.
+        kv_runs: the positions of the keys that every member holds, with the keys of this step.
         blocks: the blocks of this member's keys, in order of position. See `PagedKv.gather`.
     """
 
@@ -56,7 +56,7 @@ class MemberPart:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the queries of each member follow those of the member before it, as in a chain."""
+        """Whether the queries of each member follow the queries of the member before it, as in a chain."""
         runs = [run for member_runs in self.q_runs for run in member_runs]
         return all(run.stop == following.start for run, following in itertools.pairwise(runs))
 

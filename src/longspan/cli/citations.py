@@ -59,7 +59,7 @@ class Citation:
 
 
 class Cited:
-    """The prompt of a question, whose answer is cited. The documents are those of the question's own turn.
+    """The prompt of a question, whose answer is cited. The documents belong to the question's own turn.
 
     Raises:
         ValueError: the tokenizer gives no positions, or the template changes the text of the documents.

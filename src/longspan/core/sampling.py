@@ -129,7 +129,7 @@ class SamplingParams:
             "Added to the logit of a token id. Repeatable.", metavar="ID=VALUE", repeatable=True, read=_read_biases
         ),
     ] = None
-    seed: Annotated[int | None, _choice("Seed of all random numbers, those of dummy weights too.")] = None
+    seed: Annotated[int | None, _choice("Seed of all random numbers, and of dummy weights.")] = None
     n: Annotated[int, _choice("Outputs per prompt.")] = 1
     logprobs: Annotated[int | None, _choice("Report logprobs of output tokens and of this many likeliest.")] = None
     prompt_logprobs: Annotated[int | None, _choice("The same for the tokens of the prompt.")] = None

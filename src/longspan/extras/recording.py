@@ -31,7 +31,7 @@ _ID_BYTES = 6
 class Recorder:
     """Observes an engine from now on, and keeps a bounded number of its latest steps and requests.
 
-    Times are those of the controller: a step begins when it is sent, or when the previous step on that stage ends. It
+    Times are taken by the controller. A step begins when it is sent, or when the previous step on that stage ends. It
     ends when the last rank of the stage has reported. Time 0 is the first arrival, or the first step if there is none.
     The index of a request is its id in the engine.
 

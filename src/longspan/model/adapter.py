@@ -50,7 +50,7 @@ class Model:
         recording: how to record such steps on the device; None if they cannot be recorded.
 
     Attributes:
-        specs: the attention of each layer with this share of the heads; of all layers, also those of other stages.
+        specs: the attention of each layer with this share of the heads; of all layers, with the layers of other stages.
         first_kv_heads: for each layer, the number of this share's first KV head in the whole model.
         stage: the pipeline stage; None for all layers.
         layers: the modules of the layers, by number.

@@ -57,7 +57,7 @@ class SingleTokens:
 class StepState:
     """The state of one call of a model's modules.
 
-    The arguments are those of `LayerTrunk.run`, on the device. Hooks set the results: `base_output` of the module below
+    It has the arguments of `LayerTrunk.run`, on the device. Hooks set the results: `base_output` of the module below
     the head, or `passed`, the hidden states `[1, tokens, width]` for the next stage.
     """
 

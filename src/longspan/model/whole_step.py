@@ -62,7 +62,7 @@ class WholeStep:
         if any(not NativeCpu.knows(spec) for spec in specs):
             raise ValueError("the kernel does not compute its attention")
         problems = [product.problem for layer in layers for product in layer.products] + [head.problem]
-        self._linears = (LinearArgs * len(problems))(*problems)  # copies: other steps use those of the layers
+        self._linears = (LinearArgs * len(problems))(*problems)  # copies: other steps use the layers' own
         self._linears[-1].norm, self._linears[-1].epsilon = self._norm.data_ptr(), epsilon
         self._stores = (StoreArgs * len(layers))(*(_store_args(spec) for spec in specs))
         self._reads = (PagedArgs * len(layers))(*(_paged_args(spec) for spec in specs))

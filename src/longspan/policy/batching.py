@@ -98,7 +98,7 @@ class Batch:
             yield self._queue.popleft()
 
     def waiting(self, candidates: Iterable[RequestView] | None = None) -> Iterator[RequestView]:
-        """Yield the waiting requests that can start now, or those of `candidates`, until one cannot be admitted."""
+        """Yield the waiting requests that can start now, or only of `candidates`, until one cannot be admitted."""
         if self._preempted or not self.instances:
             return
         for request in self._view.startable if candidates is None else candidates:

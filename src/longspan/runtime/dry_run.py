@@ -262,7 +262,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _compare(small: ShrunkenModel, request: _Request, done: Sequence[Done]) -> None:
-    """Raise WrongSplitError unless prompt logprobs and logits of sampled tokens equal those of the whole model."""
+    """Raise WrongSplitError unless prompt logprobs and logits of sampled tokens equal the whole model's."""
     samples = [sample for step in done for sample in step.sampled if sample.request_id == request.number]
     scored = {
         position: logprob.logprob

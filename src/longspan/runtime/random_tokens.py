@@ -43,7 +43,7 @@ def weights(logits: Tensor, params: Sequence[Sampling]) -> Tensor:
 
     Filters compare logits with the last kept logit, not ranks, so exact ties are kept or excluded together.
 
-    `params` are those of the rows. None may have temperature 0. A row whose largest logit is not finite gets NaN.
+    Each row has its `params`. None may have temperature 0. A row whose largest logit is not finite gets NaN.
     """
     vocab = logits.shape[-1]
     weigh = _weigher(logits, params)

@@ -123,7 +123,7 @@ class Observer:
         return seconds
 
     def observe(self, view: ClusterView) -> Observation:
-        """Describe all instances. Numbers are gathered in lists, whose items change faster than those of arrays."""
+        """Describe all instances. Numbers are gathered in lists, whose items change faster than items of arrays."""
         instances, place, num_free = self._instances, self._place, view.kv.num_free
         num_running, due_blocks = list(map(len, map(view.running.on, instances))), view.running.due_blocks
         free_blocks = [num_free(instance) - max(0, due_blocks[instance]) for instance in instances]

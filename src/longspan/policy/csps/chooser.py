@@ -1,8 +1,8 @@
 """The choice of settings of sparse attention for a prompt, by an objective (CSPS §3.2.6).
 
-A tuned file has the loss of a model. Speeds are those of the facts, or else of the machine that wrote the file. All
+A tuned file has the loss of a model. Speeds come from the facts, or else from the machine that wrote the file. All
 configurations of a group are enumerated for some lengths when the chooser first needs them. A prompt looks up its own.
-Predicted seconds are those of the step cost: the share of `csa_price`, times the seconds of the exact exchange.
+Predicted seconds come from the step cost: the share of `csa_price`, times the seconds of the exact exchange.
 """
 
 from __future__ import annotations

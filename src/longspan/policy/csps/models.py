@@ -185,7 +185,7 @@ class TimeTable:
         Logarithms of times are interpolated between logarithms of lengths.
 
         Raises:
-            ValueError: for a length beyond those of the table.
+            ValueError: for a length beyond the table.
         """
         shortest, longest = self.lengths[0], self.lengths[-1]
         if not shortest <= num_tokens <= longest:

@@ -39,7 +39,7 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         micro_partitions: pieces in which tokens are sent, at all levels from 2 on or by level.
         samples: queries of each member that rate keys.
         rate_by: as of `SparseSetting`.
-        drop: the ratio of level 2, from which those of further levels follow, or the ratios by level. A level without
+        drop: the ratio of level 2, which gives the ratios of further levels, or the ratios by level. A level without
             a ratio drops nothing.
     """
 
@@ -95,7 +95,7 @@ def _common(unit: str, counts: Sequence[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CspsOptions(ContextOptions):
-    """Options of `csps`: those of `context`, and the drops of sparse attention.
+    """Options of `csps`: the options of `context`, and the drops of sparse attention.
 
     Attributes:
         csa: `off` for exact attention, the settings of sparse attention as JSON, or a tuned file, which chooses the

@@ -39,7 +39,7 @@ NAME = "self_attn"
 
 
 class HookedAttention:
-    """Replaces the forward of one attention module. `specs` are those of the rank's layers.
+    """Replaces the forward of one attention module. `specs` belong to the rank's layers.
 
     The model is called with an `Attend`. With layerwise parts, its method `layerwise(layer, hidden) -> output` computes
     the last packed tokens. `num_alone` is the number of tokens before them, or None without such parts. Its method

@@ -246,7 +246,7 @@ Layout = Mapping[str, tuple[int, Sequence[tuple[int, int]]]]
 
 
 def share_layouts(shard: Shard, layer: int, shapes: Mapping[str, torch.Size]) -> Sequence[Layout]:
-    """Return the layout that each rank sends of a layer's attention. `shapes` are those of unsharded parameters.
+    """Return the layout that each rank sends of a layer's attention. `shapes` belong to unsharded parameters.
 
     All ranks send equally many ranges of a parameter. They send no parameter that every rank has completely.
     """

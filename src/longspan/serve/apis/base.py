@@ -100,7 +100,7 @@ class EventAssembler(ChatAssembler):
     end = b""
     names: Names = ()
 
-    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - those of `ChatAssembler`
+    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - see `ChatAssembler`
         super().__init__(*arguments)
         [self.choice] = self.choices
         self.request_id: str = self._head["id"].removeprefix("chatcmpl-")

@@ -148,7 +148,7 @@ class ResponsesAssembler(EventAssembler):
         }
 
     def _used(self) -> Body:
-        """Return the usage. Tokens of reasoning are those of its text, without markers."""
+        """Return the usage. Tokens of reasoning are counted without markers."""
         reasoning = [part.text for part in self.parts if part.kind == "reasoning"]
         assert self.tokenizer is not None, "it has tokenized the chat"
         num_reasoning = sum(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in reasoning)
