@@ -28,6 +28,7 @@ from longspan.text.input_processor import InputProcessor
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from longspan.core.config import EngineConfig
     from longspan.core.fleets import Fleet
     from longspan.extras.recording import Recorder
     from longspan.runtime.disk_pool import DiskPool
@@ -129,7 +130,7 @@ class Service:
         """Start the workers. Raise ValueError if memory for the model or the pools is missing."""
         try:
             executor = self._start_workers(cluster)
-            self._prepare(executor)
+            self._prepare(executor, self.setup.config)
             return executor
         except OutOfMemoryError as error:
             problem = f"rank {error.rank} has too little memory for the model and its KV"
@@ -150,18 +151,18 @@ class Service:
             memory = DeviceMemory(cluster=cluster, record=setup.model.record, ranks=self.executor.measure(largest))
             setup = ResolvedEngine.of(setup.given, setup.model, kv_bytes=memory.kv_bytes)
             self.executor.change_pools(setup.config.cluster)
-            self._prepare(self.executor)
+            self._prepare(self.executor, setup.config)
         except OutOfMemoryError as error:
             step = f"a step of {setup.config.max_num_batched_tokens} tokens"
             problem = f"the device of rank {error.rank} has too little memory for the model and {step}"
             raise ValueError(f"{problem}: {memory_remedy(setup.given)}; {error.reason}") from error
         return setup
 
-    def _prepare(self, executor: WorkerExecutor) -> None:
-        """Prepare decode steps: CUDA devices record graphs."""
+    def _prepare(self, executor: WorkerExecutor, config: EngineConfig) -> None:
+        """Prepare the decode steps of new workers: CUDA devices record graphs."""
         given = self.setup.given
         if given.device != "cpu" and not given.enforce_eager:
-            executor.prepare(self.setup.config.max_num_seqs)
+            executor.prepare(config.max_num_seqs, config.max_model_len)
 
     def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
         """Change the policy between requests. Cached KV and the size of steps stay.
@@ -217,10 +218,18 @@ class Service:
 
             self.recorder = Recorder(self.engine, self.executor, self._clock.now)
 
+    def stop_recording(self) -> None:
+        """End a recording, and write its files if the options of the engine name some."""
+        if self.recorder is not None:
+            recorder, self.recorder = self.recorder, None
+            recorder.stop()
+            recorder.write(self.setup.policy.name, self.setup.given)
+
     def restart(self) -> None:
         """Replace all workers. Every request resumes. Raise WorkerLostError if a worker does not start."""
         self.executor.close()
         self.executor = self._start_workers(self.engine.config.cluster)
+        self._prepare(self.executor, self.engine.config)
         self.engine.restart(self.executor)
 
     def _start_workers(self, cluster: Cluster) -> WorkerExecutor:
@@ -247,6 +256,7 @@ class Service:
         setup = self._largest_part(self.setup, fleet)
         self.executor.close()
         self.executor = self._start_workers(setup.config.cluster)
+        self._prepare(self.executor, setup.config)
         self.engine.restart(self.executor, Change.to(setup.config, setup.policy))
         self._set(setup)
 
@@ -323,8 +333,7 @@ class Service:
                     _log.warning("some KV was not saved, since that takes more than %g s", _SETTLE_S)
         self.executor.close()
         self._acquired.close()
-        if self.recorder is not None:
-            self.recorder.write(self.setup.policy.name, self.setup.given)
+        self.stop_recording()
 
 
 def _processes(config: WorkerConfig) -> Launcher:

@@ -251,7 +251,7 @@ def decode(folder: Path, backend: AttentionBackend, *, enforce_eager: bool) -> t
             enforce_eager=enforce_eager,
         ) as llm,
     ):
-        llm.service.executor.prepare(3)  # as engines on CUDA devices
+        llm.service.executor.prepare(3, 128)  # as engines on CUDA devices
         prepared = tape.num_recorded
         prompts = [[5, 6, 7], [8] * 40, list(range(30))]
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

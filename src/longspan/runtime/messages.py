@@ -74,9 +74,10 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Prepare decode steps of up to `max_num_seqs` requests, and answer Ready."""
+    """Prepare decode steps of up to `max_num_seqs` requests of up to `max_model_len` tokens, and answer Ready."""
 
     max_num_seqs: int
+    max_model_len: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

@@ -139,8 +139,8 @@ class Worker:
                 yield from self._moves.send(moves)
             case messages.RunFree(step):
                 self._requests.forget(step.request_ids)
-            case messages.Prepare(max_num_seqs):
-                self._model.trunk.prepare(self._pool.kv, max_num_seqs, self._model.info.context_length)
+            case messages.Prepare(max_num_seqs, max_model_len):
+                self._model.trunk.prepare(self._pool.kv, max_num_seqs, max_model_len)
                 yield messages.Ready(rank=self._rank)
 
     def arrived(self) -> Sequence[messages.Report]:

@@ -164,9 +164,8 @@ class EngineLoop:
             case messages.SetRecording(id, is_on):
                 if is_on:
                     self._service.start_recording()
-                elif self._service.recorder is not None:
-                    self._service.recorder.stop()
-                    self._service.recorder = None
+                else:
+                    self._service.stop_recording()
                 self._send(messages.Timeline(id, is_on))
             case messages.GetTimeline(id, seconds):
                 self._send(self._timeline(id, seconds))

@@ -197,13 +197,13 @@ class WorkerExecutor:
         while not self.poll(None):
             pass
 
-    def prepare(self, max_num_seqs: int) -> None:
+    def prepare(self, max_num_seqs: int, max_model_len: int) -> None:
         """Prepare decode steps of up to `max_num_seqs` requests on all ranks, before any other step.
 
         Raises:
             WorkerLostError: if a worker dies or raises, for example from lack of memory.
         """
-        self._send(messages.Prepare(max_num_seqs), range(len(self._commands)))
+        self._send(messages.Prepare(max_num_seqs, max_model_len), range(len(self._commands)))
         self._await(messages.Ready)
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
