@@ -59,6 +59,33 @@ def test_a_changed_file_replaces_the_document(ask: Callable[..., dict[str, Any]]
     assert ask("a.txt", "What?", "--keep", "sea")["cached_tokens"] > 0.8 * changed["prompt_tokens"] - 16
 
 
+def test_a_refused_command_keeps_the_document(
+    ask: Callable[..., dict[str, Any]], tmp_path: Path, capsys: Capture
+) -> None:
+    ask("a.txt", "Which colour?", "--keep", "sea")
+    (tmp_path / "b.txt").write_text("Something else.")
+    assert run("ask", "b.txt", "What?", "--keep", "sea", "--disk-kv-dir", "elsewhere") == 2
+    capsys.readouterr()
+    assert ask("What is the key?", "--keep", "sea")["cached_tokens"] > 0
+
+
+def test_a_damaged_record_is_replaced_with_its_document(ask: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    ask("a.txt", "Which colour?", "--keep", "sea")
+    (tmp_path / "cache/documents/sea/document.json").write_text('{"docu')
+    again = ask("a.txt", "Which colour?", "--keep", "sea")
+    assert again["cached_tokens"] == 0 and "kept sea" in again["notes"]
+    assert ask("What is the key?", "--keep", "sea")["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("verb", [["ask", "What?"], ["chat"]], ids=str)
+def test_options_of_the_stored_content_are_not_ignored(
+    ask: Callable[..., dict[str, Any]], capsys: Capture, verb: list[str]
+) -> None:
+    ask("a.txt", "Which colour?", "--keep", "sea")
+    assert run(*verb, "--keep", "sea", "--system", "Answer in French") == 2
+    assert "--system needs the files" in capsys.readouterr().err
+
+
 def test_chat_keeps_its_files(
     ask: Callable[..., dict[str, Any]], speaking_model: Path, type_in: Type, capsys: Capture
 ) -> None:

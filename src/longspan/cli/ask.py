@@ -21,7 +21,6 @@ from longspan.cli.options import ModelArgument, start, verb
 from longspan.cli.outputs import note
 from longspan.core.options import Option
 from longspan.core.sampling import SamplingParams
-from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
     from longspan.cli.citations import Citation, Cited
@@ -55,15 +54,15 @@ def ask(
 ) -> None:
     """Answer a question about files. The last argument is the question.
 
-    Without a file, a pipe is the document. Folders are read with all their text files. PDF and HTML files need the
-    extra longspan[documents].
+    Without a file and without --keep, a pipe is the document. Folders are read with all their text files. PDF and HTML
+    files need the extra longspan[documents].
     """
     *paths, question = texts
     params = replace(sampling, structured_outputs=form.params())
     if (params.n, params.logprobs, params.prompt_logprobs) != (1, None, None):
         raise ValueError("ask shows one answer and no logprobs: leave out --n, --logprobs and --prompt-logprobs")
     content = _content(paths, question, keep, system, chat_template)
-    kept = None if keep is None else Kept(keep, content)
+    kept = None if keep is None else Kept(keep, content, {"system": system, "chat_template": chat_template})
     content = content if kept is None else kept.content
     assert content is not None, "without --keep there are files"
     question = question.strip()
@@ -132,9 +131,6 @@ def _content(
     if not question.strip():
         raise ValueError("the question, which is the last argument, is empty: add a question")
     if not paths and keep is not None:
-        for name, value in (("system", system), ("chat_template", chat_template)):
-            if value is not None:
-                raise ParameterError(name, "needs the files, whose kept KV depends on it: give them, too", value)
         return None
     if not paths and (sys.stdin.isatty() or Path(question).exists()):
         problem = "there is no question after the file" if Path(question).exists() else "there is no file"

@@ -68,10 +68,12 @@ def cache(
         return
     if kind is None:
         raise ParameterError("kind", "is missing: give weights, kv or documents")
-    for entry in entries:
-        _DROPS[entry.kind](entry.folder)
-    total = sum(entry.num_bytes for entry in entries)
-    note(f"removed {len(entries)} of {kind}, {total / 2**20:,.0f} MiB")
+    removed = [entry for entry in entries if _is_dropped(entry)]
+    note(f"removed {len(removed)} of {kind}, {sum(entry.num_bytes for entry in removed) / 2**20:,.0f} MiB")
+    if len(removed) < len(entries):
+        raise ValueError(
+            f"{len(entries) - len(removed)} of {kind} are in use: end their processes, and drop them again"
+        )
 
 
 def _list(entries: list[Entry], *, as_json: bool) -> None:
@@ -134,6 +136,16 @@ def _models_of_document(folder: Path) -> str:
 
 
 # ---------------------------------------------------------------- removal
+
+
+def _is_dropped(entry: Entry) -> bool:
+    """Remove an entry. Return False, with a note, if another process uses it."""
+    try:
+        _DROPS[entry.kind](entry.folder)
+    except ValueError as error:
+        note(f"{entry.name} is not removed: {error}")
+        return False
+    return True
 
 
 def _drop_weights(folder: Path) -> None:

@@ -67,13 +67,15 @@ def chat(
         raise ValueError("a chat shows one answer and no logprobs: leave out --n, --logprobs and --prompt-logprobs")
     template = None if chat_template is None else read_text(chat_template, "chat_template")
     content = Content(documents=read_documents(file or ()), system=system, chat_template=template)
-    kept = None if keep is None else Kept(keep, content if file else None)
+    fixed = {"system": system, "chat_template": chat_template}
+    kept = None if keep is None else Kept(keep, content if file else None, fixed)
     content = content if kept is None else kept.content
     with ExitStack() as stack:
         if kept is not None:
             stack.callback(kept.finish, model)
         llm = stack.enter_context(start(model, engine if kept is None else kept.engine(engine), seed=sampling.seed))
         conversation = Conversation(llm, content)
+        check_fits(llm, conversation.prompt("Hello"))  # raises early, also if there is no template or it refuses
         try:
             _converse(llm, params, conversation)
         finally:  # also after Ctrl-C between answers
@@ -84,7 +86,6 @@ def chat(
 
 def _converse(llm: LLM, params: SamplingParams, conversation: Conversation) -> None:
     """Answer lines and execute commands until the input ends or a line is /exit."""
-    check_fits(llm, conversation.prompt("Hello"))  # raises early, also if there is no template or it refuses
     last: RequestOutput | None = None
     for line in _lines():
         match line.strip():

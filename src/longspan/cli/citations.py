@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.cli.documents import Document, in_prompt
+from longspan.cli.outputs import note
 from longspan.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -87,6 +88,9 @@ class Cited:
     def citations(self, output: RequestOutput, number: int) -> list[Citation]:
         """Return the passages with the most attention, the first with the largest share, after the answer."""
         empty = Cited(self._llm, self._conversation, self._documents, _EMPTY_QUESTION)
+        if len(empty.token_ids) >= self._llm.max_model_len:
+            note("no passages are cited: the prompt fills the context")
+            return []
         params = empty.params(SamplingParams(temperature=0.0, max_tokens=1))
         [reference] = self._llm.generate([empty.token_ids], params, use_tqdm=False)
         assert output.prompt_attention is not None and reference.prompt_attention is not None, "they were requested"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 from longspan.cli.documents import Content
 from longspan.cli.outputs import note
 from longspan.core.options import Option
 from longspan.errors import ParameterError
-from longspan.model.files import cache_root
+from longspan.model.files import cache_root, write_file
 
 if TYPE_CHECKING:
     from longspan.args import EngineArgs
@@ -23,7 +25,7 @@ KeepArgument = Annotated[
 ]
 HOST_GIB, DISK_GIB = 4.0, 4.0
 """Memory and disk for the KV of a kept document, if not given. These hold 93,000 tokens of the default model, or
-32,000 tokens of Llama 3 8B. A longer document is answered, but not kept."""
+32,000 tokens of Llama 3 8B. A longer document is answered, but not kept. A kept document gets the disk that it has."""
 _SAVE_S = 600.0
 """Seconds in which the KV of a document is written after its first answer."""
 _RECORD = "document.json"
@@ -34,42 +36,49 @@ def folder_of_documents() -> Path:
 
 
 class Kept:
-    """A name with its document. A name whose content differs from the given files is replaced.
+    """A name with its document. A name whose content differs from the given files is replaced by `engine`.
 
     Args:
-        given: None for the stored content, of a name without files.
+        given: the content for the name. None to use the stored content.
+        fixed: options that change the content, by name. Stored content has its own, so that they must be None then.
 
     Attributes:
         content: the content to put before the question.
 
     Raises:
-        ParameterError: the name is no name of a file, or unknown although no file is given, or is in use.
+        ParameterError: the name has other characters than a file's name, or is unknown although no file is given.
     """
 
-    def __init__(self, name: str, given: Content | None) -> None:
+    def __init__(self, name: str, given: Content | None, fixed: Mapping[str, object] = MappingProxyType({})) -> None:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ParameterError("keep", f"must be letters, digits, '.', '-' and '_', but {name!r} given", name)
         self.name, self._folder = name, folder_of_documents() / name
         self._saved: tuple[Path, Sequence[int], int] | None = None
+        self._is_stale = False  # the folder has the KV of other content, or of content that is not known
+        for option, value in fixed.items():
+            if given is None and value is not None:
+                raise ParameterError(option, "needs the files, whose kept KV depends on it: give them, too", value)
         stored = self._stored()
         if given is None and stored is None:
             raise ParameterError("keep", f"{name!r} is not stored: give the files before the question", name)
         if given is not None and stored is not None and given.to_json() != stored.to_json():
             note(f"the content of {name} has changed: its KV is computed again")
-            self._drop()
+            self._is_stale = True
         content = given or stored
         assert content is not None, "checked above"
         self.content = content
 
     def engine(self, engine: EngineArgs) -> EngineArgs:
-        """Return the options with the tiers that the document needs."""
+        """Return the options with the tiers that the document needs. Raise ParameterError if the name is in use."""
         if engine.disk_kv_dir is not None:
             raise ParameterError("disk_kv_dir", "is set by `keep`: leave one of them out", engine.disk_kv_dir)
+        if self._is_stale:
+            self._drop()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files contain the user's text
         return replace(
             engine,
             host_kv_gib=engine.host_kv_gib or HOST_GIB,
-            disk_kv_gib=engine.disk_kv_gib or DISK_GIB,
+            disk_kv_gib=engine.disk_kv_gib or max(DISK_GIB, self._stored_gib()),
             disk_kv_dir=str(self._folder),
         )
 
@@ -79,7 +88,7 @@ class Kept:
 
         if not llm.engine.settle(_SAVE_S):
             note(f"the KV of {self.name} is not on disk after {_SAVE_S:g} s")
-        (self._folder / _RECORD).write_text(self.content.to_json(), encoding="utf-8")
+        write_file(self._folder / _RECORD, self.content.to_json())
         self._saved = self._folder / name_of_kv(llm.service.files, block_size), tokens, block_size
 
     def finish(self, model: str) -> None:
@@ -106,8 +115,13 @@ class Kept:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            note(f"the record of {self.name} cannot be read ({error}), so it is written again")
+            note(f"the record of {self.name} cannot be read ({error}), so its KV is computed again")
+            self._is_stale = True
             return None
+
+    def _stored_gib(self) -> int:
+        """Return the size of the stored KV, rounded up."""
+        return math.ceil(sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file()) / 2**30)
 
     def _drop(self) -> None:
         from longspan.runtime import kept_kv  # noqa: PLC0415 - needed for kept documents only
