@@ -103,7 +103,10 @@ class Service:
             problem = f"is 0, but after the loss of a worker the rest cannot serve ({reason}): allow 1 or more"
             raise ParameterError("max_worker_restarts", problem, 0)
         if is_measured:
-            self.setup = setup = self._with_measured_pools(setup, acquired)
+            from longspan.measured_pools import start_measured  # noqa: PLC0415 - only on CUDA devices
+
+            self.executor, setup = start_measured(setup, self._start_workers, self._prepare, acquired)
+            self.setup = setup
         else:
             self.executor = acquired.enter_context(self._with_given_pools(cluster))
         config, policy = setup.config, setup.policy
@@ -135,28 +138,6 @@ class Service:
         except OutOfMemoryError as error:
             problem = f"rank {error.rank} has too little memory for the model and its KV"
             raise ValueError(f"{problem}: {memory_remedy(self.setup.given)}; {error.reason}") from error
-
-    def _with_measured_pools(self, setup: ResolvedEngine, acquired: ExitStack) -> ResolvedEngine:
-        """Start the workers, which measure the memory for KV, and create pools of that size.
-
-        Raises:
-            ValueError: a device has too little memory.
-            WorkerLostError: a worker does not start.
-        """
-        from longspan.runtime.device_memory import DeviceMemory, largest_step  # noqa: PLC0415 - needed for CUDA only
-
-        cluster, largest = largest_step(setup.config, self.info.context_length)
-        try:
-            self.executor = acquired.enter_context(self._start_workers(cluster))
-            memory = DeviceMemory(cluster=cluster, record=setup.model.record, ranks=self.executor.measure(largest))
-            setup = ResolvedEngine.of(setup.given, setup.model, kv_bytes=memory.kv_bytes)
-            self.executor.change_pools(setup.config.cluster)
-            self._prepare(self.executor, setup.config)
-        except OutOfMemoryError as error:
-            step = f"a step of {setup.config.max_num_batched_tokens} tokens"
-            problem = f"the device of rank {error.rank} has too little memory for the model and {step}"
-            raise ValueError(f"{problem}: {memory_remedy(setup.given)}; {error.reason}") from error
-        return setup
 
     def _prepare(self, executor: WorkerExecutor, config: EngineConfig) -> None:
         """Prepare the decode steps of new workers: CUDA devices record graphs."""
