@@ -67,7 +67,7 @@ def _install(packages: str, wheels: tuple[str, ...]) -> list[Check]:
 def _quick(folder: str, packages: str) -> list[Check]:
     versions = ("benchmarks/gpu_versions.py", "--json", f"{folder}/versions.json", "--carried", packages)
     ceilings = ("benchmarks/gpu_ceilings.py", "--json", f"{folder}/ceilings.json")
-    prompt = ("--parts", "chosen", "--lengths", str(LONGEST), "--batches", "1", "--warm", "2", "--limit-s", "600")
+    prompt = ("--parts", "chosen", "--lengths", str(LONGEST), "--batches", "1", "--warm", "1", "--limit-s", "600")
     return [
         Check("versions", versions, seconds=8, at_most=25, results=("versions",)),
         Check("ceilings", ceilings, seconds=10, at_most=25, results=("ceilings",)),
@@ -94,7 +94,7 @@ def _full(folder: str) -> list[Check]:
             at_most=200,
             files=("tests/gpu", f"--ignore={_KERNELS}", f"--ignore={_MEMORY}"),
         ),
-        _tests("memory", folder, seconds=45, at_most=80, files=(_MEMORY,), processes=0),
+        _tests("memory", folder, seconds=60, at_most=170, files=(_MEMORY,), processes=0),
     ]
     for ranks in ("2", "4"):
         exchanges = ("-m", "longspan.attn.check", "--device", "cuda", "--ranks", ranks, "--cases", "5")

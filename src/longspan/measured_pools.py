@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
+from longspan.core.steps import Reshard
 from longspan.errors import OutOfMemoryError
 from longspan.pool_sizes import memory_remedy
 from longspan.resolve import ResolvedEngine
@@ -35,7 +36,7 @@ def start_measured(
         executor = acquired.enter_context(start_workers(cluster))
         memory = DeviceMemory(cluster=cluster, record=setup.model.record, ranks=executor.measure(largest))
         setup = ResolvedEngine.of(setup.given, setup.model, kv_bytes=memory.kv_bytes)
-        executor.change_pools(setup.config.cluster)
+        executor.run(Reshard(number=0, cluster=setup.config.cluster))
         prepare(executor, setup.config)
     except OutOfMemoryError as error:
         step = f"a step of {setup.config.max_num_batched_tokens} tokens"

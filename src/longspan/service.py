@@ -140,8 +140,12 @@ class Service:
             raise ValueError(f"{problem}: {memory_remedy(self.setup.given)}; {error.reason}") from error
 
     def _prepare(self, executor: WorkerExecutor, config: EngineConfig) -> None:
-        """Prepare the decode steps of new workers: CUDA devices record graphs."""
+        """Prepare new workers: CUDA devices compute prompts of many lengths, and record graphs of decode steps."""
         given = self.setup.given
+        if given.device != "cpu":
+            from longspan.runtime.warm_up import warm_up  # noqa: PLC0415 - only on CUDA devices
+
+            warm_up(executor, config)
         if given.device != "cpu" and not given.enforce_eager:
             executor.prepare(config.max_num_seqs, config.max_model_len)
 

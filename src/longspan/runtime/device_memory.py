@@ -7,17 +7,15 @@ from typing import Protocol
 
 import torch
 
-from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
-from longspan.core.exchange import LOCAL
 from longspan.core.kv_record import KvRecord
-from longspan.core.runs import Run
 from longspan.core.splits import cut_evenly
-from longspan.core.steps import Forward, Part, Sample, Sampling
+from longspan.core.steps import Forward, Sampling
 from longspan.cost.memory import USED_MEMORY
 from longspan.runtime.messages import RankMemory
 from longspan.runtime.pool import move_bytes
+from longspan.runtime.warm_up import prompt_part
 
 _COPIES_ALONE, _COPIES_EXCHANGED = 1, 3
 """Temporary copies of the largest layer's KV: attention gathers one. Exchanges also send one and receive one."""
@@ -134,21 +132,7 @@ def largest_step(config: EngineConfig, context_length: int) -> tuple[Cluster, Fo
     lengths = [stop - start for start, stop in cuts] + [1] * num_singles
     num_blocks = -(-lengths[0] // config.block_size)
     parts = [
-        Part(
-            request_id=instance * len(lengths) + number,
-            start=0,
-            stop=length,
-            tokens=[0] * length,
-            group=(instance,),
-            runs=((Run(0, length),),),
-            exchange=LOCAL,
-            first_block=0,
-            blocks=tuple(BlockRef(instance, block) for block in range(-(-length // config.block_size))),
-            sample=Sample(instance=instance, position=length),
-            sampling=_LARGEST,
-            targets=[0] * (length - 1),
-            rope_length=config.rope_length(length),
-        )
+        prompt_part(config, instance, instance * len(lengths) + number, length, _LARGEST)
         for instance in cluster.instances
         for number, length in enumerate(lengths)
     ]

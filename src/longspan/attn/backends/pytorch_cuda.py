@@ -13,8 +13,8 @@ from longspan.attn.spec import AttnSpec
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 _MAX_FLASH_DIM, _MAX_CUDNN_DIM = 256, 128
 _CUDNN_TOKENS, _CUDNN_LENGTHS, _MAX_PADDING = 1024, 32, 1 / 8
-"""cuDNN makes a plan for every shape, which often takes longer than a call. So lengths are multiples of 1024, and for
-long contexts one of 32 lengths between two powers of two. Padding adds at most 1/8 of the rows."""
+"""cuDNN makes a plan for every shape and its strides, which often takes longer than a call. So lengths are multiples
+of 1024, and for long contexts one of 32 between two powers of two. Padding adds at most 1/8 of the rows."""
 
 
 def cuda_kernel(
@@ -104,7 +104,7 @@ def _call(
         case "cudnn":
             options = (None, True, 0.0, causal, False)
             out, lse, *_ = operators._scaled_dot_product_cudnn_attention(  # noqa: SLF001 - public ones hide the lse
-                q.contiguous(), k, v, *options, scale=spec.scale
+                *(x.contiguous() for x in (q, k, v)), *options, scale=spec.scale
             )
             return out, lse.reshape(q.shape[:3])
         case "flash":

@@ -171,10 +171,8 @@ class WorkerExecutor:
             received = tuple(move for move in step.streams if target in move.targets)  # not the streams that it sends
             self._send(messages.RunMoves(received), self._in_flight.ranks((target,)))
 
-    def measure(self, step: Forward) -> tuple[messages.RankMemory, ...]:
-        """Run the largest step, and return each rank's memory afterwards.
-
-        Ranks report twice, and the second report counts. All ranks of a device have freed the step's memory then.
+    def run(self, step: Forward | Reshard) -> None:
+        """Run one step before all steps of the engine. A Reshard only changes pools.
 
         Raises:
             WorkerLostError: if a worker dies or raises, for example from lack of memory.
@@ -182,20 +180,17 @@ class WorkerExecutor:
         self.submit(step)
         while not self.poll(None):
             pass
+
+    def measure(self, step: Forward) -> tuple[messages.RankMemory, ...]:
+        """Run the largest step, and return each rank's memory afterwards. Raises WorkerLostError as `run` does.
+
+        Ranks report twice, and the second report counts. All ranks of a device have freed the step's memory then.
+        """
+        self.run(step)
         for _ in range(2):
             self._send(messages.Measure(), range(len(self._commands)))
             reports = self._await(messages.Measured)
         return tuple(report.memory for report in sorted(reports, key=lambda report: report.rank))
-
-    def change_pools(self, cluster: Cluster) -> None:
-        """Move all ranks to a cluster that differs only in its pools, before any other step.
-
-        Raises:
-            WorkerLostError: if a worker dies or raises, for example from lack of memory.
-        """
-        self.submit(Reshard(number=0, cluster=cluster))
-        while not self.poll(None):
-            pass
 
     def prepare(self, max_num_seqs: int, max_model_len: int) -> None:
         """Prepare decode steps of up to `max_num_seqs` requests on all ranks, before any other step.

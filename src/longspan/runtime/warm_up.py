@@ -1,0 +1,60 @@
+"""Prompts that devices compute before requests arrive, since the first step of a size takes longer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from longspan.core.blocks import BlockRef
+from longspan.core.config import EngineConfig
+from longspan.core.exchange import LOCAL
+from longspan.core.runs import Run
+from longspan.core.steps import Forward, Free, Part, Sample, Sampling
+
+if TYPE_CHECKING:
+    from longspan.runtime.executor.control_plane import WorkerExecutor
+
+_SHORT = (128, 512)
+_STEP, _MAX_LENGTH = 1024, 8192
+"""cuDNN makes a plan for each multiple of 1024 tokens, see `pytorch_cuda`. A plan takes 60 to 90 ms on an H200."""
+
+
+def prompt_part(config: EngineConfig, instance: int, request_id: int, length: int, sampling: Sampling) -> Part:
+    """Return a prompt of token 0 on one instance, in its first blocks. Its results are not used."""
+    return Part(
+        request_id=request_id,
+        start=0,
+        stop=length,
+        tokens=[0] * length,
+        group=(instance,),
+        runs=((Run(0, length),),),
+        exchange=LOCAL,
+        first_block=0,
+        blocks=tuple(BlockRef(instance, block) for block in range(-(-length // config.block_size))),
+        sample=Sample(instance=instance, position=length),
+        sampling=sampling,
+        targets=[0] * (length - 1),
+        rope_length=config.rope_length(length),
+    )
+
+
+def warm_up_lengths(config: EngineConfig) -> list[int]:
+    """Return the lengths with kernels of their own that fit a step, the context and every pool.
+
+    A multiple of 1024 and the length below it have different kernels, since the shorter prompt is padded.
+    """
+    longest = min(
+        config.max_num_batched_tokens, config.max_model_len - 1, min(config.cluster.num_blocks) * config.block_size
+    )
+    multiples = range(_STEP, _MAX_LENGTH + 1, _STEP)
+    return sorted(
+        length for length in (*_SHORT, *multiples, *(number - 1 for number in multiples)) if length <= longest
+    )
+
+
+def warm_up(executor: WorkerExecutor, config: EngineConfig) -> None:
+    """Compute a prompt of each length on all instances. Raises WorkerLostError as `WorkerExecutor.run` does."""
+    for length in warm_up_lengths(config):
+        instances = tuple(config.cluster.instances)
+        parts = tuple(prompt_part(config, instance, instance, length, Sampling(seed=0)) for instance in instances)
+        executor.run(Forward(number=0, parts=parts))
+        executor.submit(Free(number=0, request_ids=instances))
