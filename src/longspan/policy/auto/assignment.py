@@ -15,11 +15,6 @@ from longspan.policy.auto.placement import DecodePlacement
 from longspan.policy.auto.waiting import WaitingQueue
 from longspan.policy.batching import Budget
 
-_AHEAD = 4.0
-"""A prompt is assigned to an instance at most this many decode steps before the instance is free. Two steps may be in
-flight, and two may be planned meanwhile. A later decision uses fresher load.
-"""
-
 
 class GroupAssignment:
     """Assigns groups to the requests of a queue.
@@ -40,7 +35,6 @@ class GroupAssignment:
         self._estimates, self._history = costs.estimates, costs.history
         self._observer, self._placement = observer, placement
         self._place = {instance: place for place, instance in enumerate(instances)}
-        self._ahead_s = _AHEAD * costs.estimates.token_s
         self._due_s, self._num_ended = -math.inf, 0
         """When groups are chosen again, or sooner if more prefills have ended than these."""
 
@@ -56,7 +50,9 @@ class GroupAssignment:
         """
         if not (self._register(view) or self._is_due(view.now_s)) and view.busy:
             return None
-        self._due_s, self._num_ended = view.now_s + self._ahead_s / 2, self._observer.num_ended
+        # While the steps in flight end, as many more are planned. A later choice would see fresher load.
+        ahead_s = 2 * view.max_steps_in_flight * self._estimates.token_s
+        self._due_s, self._num_ended = view.now_s + ahead_s / 2, self._observer.num_ended
         seen = self._observer.observe(view)
         self._queue.reconsider(seen, self._place)
         active = seen.active > 0
@@ -66,14 +62,14 @@ class GroupAssignment:
             decodes=np.where(active, seen.decodes, 0.0),
             later=np.where(active, 0.0, seen.decodes),
         )
-        if load.wait_s.min() > self._ahead_s:
+        if load.wait_s.min() > ahead_s:
             return seen
         free_blocks = np.where(seen.free_slots > 0, np.maximum(0, seen.free_blocks), -math.inf)
         order = self._queue.ordered(view.now_s)
         hastes = [self._costs.haste(waiting, view.now_s) for waiting in order]
         haste, mixed = sum(hastes), self._candidates.sum(load.decodes) > 0
         for waiting, own_haste in zip(order, hastes, strict=True):
-            if load.wait_s.min() > self._ahead_s:
+            if load.wait_s.min() > ahead_s:
                 break
             haste -= own_haste
             seconds_of, blocks_of = self._by_prefix(waiting.request, mixed, view)
@@ -85,7 +81,7 @@ class GroupAssignment:
             seconds, num_blocks = float(seconds_of[best]), int(blocks_of[best])
             places = self._candidates.places[best]
             begins_s = float(load.wait_s[places].max())
-            if begins_s <= self._ahead_s:
+            if begins_s <= ahead_s:
                 self._queue.assign(waiting, self._candidates.groups[best], seconds, num_blocks)
                 free_blocks[places] -= num_blocks / len(places)
             load.wait_s[places] = begins_s + seconds
