@@ -1,0 +1,212 @@
+"""Hosts for tests: network namespaces of this machine, joined by a bridge.
+
+    with network_hosts(3, gigabits=1) as hosts:
+        hosts[0].run("ping", "-c1", hosts[1].address)
+        hosts[1].cut()
+
+Each host is a namespace with its own address, loopback interface and ports. The bridge has a namespace, too, so no
+packet reaches the machine's own interfaces. This needs root on Linux, and `ip` and `tc` (Debian: iproute2). `why_not`
+returns the reason if the hosts cannot be made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import psutil
+
+INTERFACE = "eth0"
+"""The network interface of every host."""
+_BRIDGE = "bridge"
+_BURST, _LATENCY = "256kb", "100ms"
+"""Bytes that a shaped link sends at once, and the longest wait in its queue. Later packets are dropped."""
+_END_TIMEOUT_S = 10.0
+"""Seconds for killed processes to disappear."""
+_COMMAND_TIMEOUT_S = 20.0
+"""Seconds for a command of `ip` or `tc`, which take milliseconds."""
+_NAME = re.compile(r"longspan-(\d+)-\d+-\w+")
+"""Name of a namespace: process id of its owner, number of the network, and number of the host or `switch`."""
+_networks = itertools.count()
+
+
+class HostsError(OSError):
+    """This machine cannot make the hosts. The message has the failed command and its error."""
+
+
+class Host:
+    """A network namespace with an address. `network_hosts` makes it.
+
+    Attributes:
+        namespace: the name that `ip netns` uses.
+        address: the IPv4 address of `INTERFACE`.
+    """
+
+    def __init__(self, namespace: str, address: str, switch: str, port: str) -> None:
+        self.namespace, self.address = namespace, address
+        self._switch, self._port = switch, port
+
+    def command(self, *command: str | os.PathLike[str]) -> list[str]:
+        """Return the command line that runs a command on this host."""
+        return ["ip", "netns", "exec", self.namespace, *map(os.fspath, command)]
+
+    def popen(self, *command: str | os.PathLike[str], **options: Any) -> subprocess.Popen[bytes]:  # noqa: ANN401
+        """Start a process on this host, with options of `subprocess.Popen`. The end of the network kills it."""
+        return subprocess.Popen(self.command(*command), **options)
+
+    def run(
+        self, *command: str | os.PathLike[str], timeout_s: float = 60.0, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on this host. Its output is text."""
+        return subprocess.run(self.command(*command), capture_output=True, text=True, check=check, timeout=timeout_s)
+
+    def limit(self, gigabits: float | None) -> None:
+        """Limit this host's sending and receiving, each to this rate in Gb/s, or remove both limits if None."""
+        for namespace, interface in ((self.namespace, INTERFACE), (self._switch, self._port)):
+            queue = ["tc", "-n", namespace, "qdisc"]
+            if gigabits is None:
+                _output(*queue, "del", "dev", interface, "root")
+            else:
+                rate = ["rate", f"{gigabits * 1e9:.0f}bit", "burst", _BURST, "latency", _LATENCY]
+                _call(*queue, "replace", "dev", interface, "root", "tbf", *rate)
+
+    def cut(self) -> None:
+        """Disconnect this host from the bridge, as if its cable was pulled. Connections stay open and stall."""
+        _call("ip", "-n", self._switch, "link", "set", self._port, "down")
+
+    def mend(self) -> None:
+        """Connect this host again."""
+        _call("ip", "-n", self._switch, "link", "set", self._port, "up")
+
+
+@contextmanager
+def network_hosts(number: int, *, gigabits: float | None = None) -> Iterator[Sequence[Host]]:
+    """Make hosts that reach each other, and no other machine. At the end, kill their processes and remove them.
+
+    They are also removed when the block raises, or if SIGTERM or SIGHUP ends this process. Hosts that a killed process
+    has left behind are removed at the next call in any process.
+
+    Args:
+        gigabits: the rate of every host's link in Gb/s, see `Host.limit`. By default it is not limited.
+
+    Raises:
+        HostsError: this machine cannot make them.
+    """
+    remove_leftovers()
+    network = f"longspan-{os.getpid()}-{next(_networks)}"
+    with ExitStack() as made, _exit_on_signals():
+        switch = _make_namespace(f"{network}-switch", made)
+        _call("ip", "-n", switch, "link", "add", _BRIDGE, "type", "bridge")
+        _call("ip", "-n", switch, "link", "set", _BRIDGE, "up")
+        hosts = [
+            Host(_make_namespace(f"{network}-{index}", made), f"10.99.0.{index + 1}", switch, f"port{index}")
+            for index in range(number)
+        ]
+        for index, host in enumerate(hosts):
+            port, namespace = f"port{index}", host.namespace
+            ends = f"link add {INTERFACE} netns {namespace} type veth peer name {port} netns {switch}"
+            _call("ip", *ends.split())
+            _call("ip", "-n", switch, "link", "set", port, "master", _BRIDGE, "up")
+            _call("ip", "-n", namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+            _call("ip", "-n", namespace, "link", "set", INTERFACE, "up")
+            _call("ip", "-n", namespace, "link", "set", "lo", "up")
+            if gigabits is not None:
+                host.limit(gigabits)
+        yield hosts
+
+
+@cache
+def why_not() -> str | None:
+    """Return the reason why `network_hosts` cannot work here, or None if it can. The first call tries it."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"network namespaces need {' and '.join(missing)} (Debian: iproute2)"
+    try:
+        with network_hosts(1, gigabits=1):
+            return None
+    except HostsError as error:
+        return str(error)
+
+
+def remove_leftovers() -> None:
+    """Remove the namespaces of processes that have ended, with the processes in them."""
+    for name in namespaces():
+        owner = int(name.split("-")[1])
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(owner).status() != psutil.STATUS_ZOMBIE:
+                continue
+        _remove(name)
+
+
+def namespaces() -> list[str]:
+    """Return the names of all namespaces that this module has made on this machine."""
+    folder = Path("/run/netns")
+    return sorted(path.name for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def _make_namespace(name: str, made: ExitStack) -> str:
+    _call("ip", "netns", "add", name)
+    made.callback(_remove, name)
+    return name
+
+
+def _remove(name: str) -> None:
+    """Kill the processes of a namespace, and remove it. Another process may do the same concurrently."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while pids := _output("ip", "netns", "pids", name).split():
+        for pid in map(int, pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    _output("ip", "netns", "del", name)
+
+
+def _output(*command: str) -> str:
+    """Return the output of a command that may fail."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMMAND_TIMEOUT_S).stdout
+
+
+def _call(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMMAND_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise HostsError(f"{' '.join(command)}: {error}") from error
+    if done.returncode:
+        raise HostsError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit in this block, unless they have handlers or this is no main thread."""
+    numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGHUP)
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    defaults = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in defaults:
+        signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number in defaults:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _exit(number: int, _: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
