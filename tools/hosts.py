@@ -61,7 +61,7 @@ class Host:
 
     def command(self, *command: str | os.PathLike[str]) -> list[str]:
         """Return the command line that runs a command on this host."""
-        return ["ip", "netns", "exec", self.namespace, *map(os.fspath, command)]
+        return ["ip", "netns", "exec", self.namespace, *(os.fspath(part) for part in command)]
 
     def popen(self, *command: str | os.PathLike[str], **options: Any) -> subprocess.Popen[bytes]:  # noqa: ANN401
         """Start a process on this host, with options of `subprocess.Popen`. The end of the network kills it."""
@@ -84,7 +84,7 @@ class Host:
                 _call(*queue, "replace", "dev", interface, "root", "tbf", *rate)
 
     def cut(self) -> None:
-        """Disconnect this host from the bridge, as if its cable was pulled. Connections stay open and stall."""
+        """Disconnect this host from the bridge, like a pulled cable. Connections stay open and stall."""
         _call("ip", "-n", self._switch, "link", "set", self._port, "down")
 
     def mend(self) -> None:
