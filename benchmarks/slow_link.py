@@ -2,10 +2,10 @@
 
     python benchmarks/slow_link.py [--gigabits 1] [--pieces 1 2 4 8] [--rounds 3] [--trace FILE] [--require]
 
-Each rank is in its own network namespace. A pair of virtual interfaces with limited speed connects them. That needs
-root on Linux, with `ip` and `tc`. Otherwise the script prints a message and exits with 0. It measures the TTFT of one
-prompt, alternately with exact attention and with sparse attention in each number of micro-partitions. It compares these
-times with the predictions of the pipeline simulator of Eq. 6 and 7 (`cost/csa_pipeline.py`). The simulator's speeds are
+Each rank is in its own network namespace (`tools/hosts.py`). Links of limited speed connect them. That needs root on
+Linux, with `ip` and `tc`. Otherwise the script prints the reason and exits with 0. It measures the TTFT of one prompt,
+alternately with exact attention and with sparse attention in each number of micro-partitions. It compares these times
+with the predictions of the pipeline simulator of Eq. 6 and 7 (`cost/csa_pipeline.py`). The simulator's speeds are
 measured by exact runs over the unlimited link, and the slow link has its nominal speed. `--trace` writes a timeline for
 https://ui.perfetto.dev. With `--require`, the exit code is 1 if a prediction is off by more than 15 %.
 """
@@ -15,13 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,16 +27,16 @@ from rich.progress import track
 from rich.table import Table
 from traced_rank import Slice
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from host_ranks import HostLauncher
+from hosts import Host, network_hosts, why_not
+
 from longspan import LLM, SamplingParams, evals
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import LinkSpeed, Rates, member_works
 from longspan.policy.csps.search import Configuration, Group
-from longspan.runtime.executor.forkserver import StartWorker
-from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.service import Service
 
-_IP = shutil.which("ip") or ""
-_LINK = "link0"
 _MAX_ERROR = 0.15
 _RANK = Path(__file__).with_name("traced_rank.py")
 
@@ -58,111 +54,24 @@ def main() -> int:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--require", action="store_true")
     args = parser.parse_args()
-    with _namespaces(2) as names:
-        if not names:
-            print("skipped: network namespaces and their links need root on Linux, with ip and tc")
-            return 0
-        return _measure(args, names)
+    if (reason := why_not()) is not None:
+        print(f"skipped: {reason}")
+        return 0
+    with network_hosts(2) as hosts:
+        return _measure(args, hosts)
 
 
-# ---------------------------------------------------------------- namespaces
+class _HostsLLM(LLM):
+    """Its ranks are on hosts, see `_measure`."""
 
 
-@contextmanager
-def _namespaces(number: int) -> Iterator[list[str]]:
-    """Create network namespaces, and connect the first two. Yield their names, or none without permission."""
-    names = [f"longspan-{os.getpid()}-{index}" for index in range(number)]
-    made, is_able = [], bool(_IP) and shutil.which("tc") is not None and os.geteuid() == 0
-    try:
-        for name in names:
-            is_able = is_able and _run("ip", "netns", "add", name)
-            made += [name] if is_able else []
-        is_able = is_able and _run(
-            *f"ip link add {_LINK} netns {names[0]} type veth peer {_LINK} netns {names[1]}".split()
-        )
-        for index, name in enumerate(names):
-            commands = (f"addr add 10.99.0.{index + 1}/24 dev {_LINK}", f"link set {_LINK} up", "link set lo up")
-            is_able = is_able and all(_run("ip", "-n", name, *command.split()) for command in commands)
-        yield names if is_able else []
-    finally:
-        for name in made:
-            _run("ip", "netns", "del", name)
-
-
-def _slow_down(names: Sequence[str], gigabits: float | None) -> None:
-    """Limit the speed of both ends of the link, or remove the limit if `gigabits` is None."""
-    for name in names:
-        _run("tc", "-n", name, "qdisc", "del", "dev", _LINK, "root")
-        limit = f"tc -n {name} qdisc add dev {_LINK} root tbf rate {gigabits}gbit burst 256kb latency 100ms"
-        if gigabits is not None and not _run(*limit.split()):
-            raise OSError("tc cannot slow the link down")
-
-
-def _run(*command: str) -> bool:
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-class _Worker:
-    """A rank's process in its namespace, with the interface that the controller uses."""
-
-    def __init__(self, command: StartWorker, namespace: str) -> None:
-        end, self._lifeline = os.pipe()
-        with command.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                (_IP, "netns", "exec", namespace, sys.executable, str(_RANK), str(end)),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=(end,),
-                env={**os.environ, "GLOO_SOCKET_IFNAME": _LINK, "OMP_NUM_THREADS": "1"},
-            )
-        os.close(end)
-        assert self._process.stdin is not None, "asked for a pipe"
-        self._process.stdin.write(msgspec.json.encode(command, enc_hook=os.fspath))
-        self._process.stdin.close()
-        self.pid, self._lock = self._process.pid, threading.Lock()
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.returncode
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError(str(error)) from error
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def destroy(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-class _Launcher(ProcessLauncher):
-    """Starts each rank in a namespace of its own."""
-
-    names: Sequence[str] = ()
-
-    def start(self, rank: int) -> _Worker:  # type: ignore[override]  # not forked, but with the same interface
-        return _Worker(StartWorker(self._config, rank, self._run_dir, self._log(rank)), self.names[rank])
-
-
-class _NamespaceLLM(LLM):
-    make_service = partial(Service, launcher=_Launcher)
-
-
-# ---------------------------------------------------------------- measurement
-
-
-def _measure(args: argparse.Namespace, names: Sequence[str]) -> int:
-    _Launcher.names = names
+def _measure(args: argparse.Namespace, hosts: Sequence[Host]) -> int:
+    _HostsLLM.make_service = partial(Service, launcher=partial(HostLauncher, hosts=hosts, script=_RANK))
     os.environ["LONGSPAN_HOSTS"] = "2"
     if args.trace:
         os.environ["LONGSPAN_TRACE"] = str(args.trace.absolute())
     pieces = {f"{number} pieces": number for number in args.pieces}
-    with _NamespaceLLM(
+    with _HostsLLM(
         args.model,
         dtype="bfloat16",
         parallel="2",
@@ -181,7 +90,8 @@ def _measure(args: argparse.Namespace, names: Sequence[str]) -> int:
             quick.append(ask("off"))
             attention.append([now - then for now, then in zip(_seconds(llm, "attention"), before, strict=True)])
             del quick[: number == 0], attention[: number == 0]
-        _slow_down(names, args.gigabits)
+        for host in hosts:
+            host.limit(args.gigabits)
         names_of = ["exact", *pieces]
         ttfts_s: dict[str, list[float]] = {name: [] for name in names_of}
         waits: dict[str, list[float]] = {name: [] for name in names_of}
@@ -210,7 +120,7 @@ def _measure(args: argparse.Namespace, names: Sequence[str]) -> int:
         table.add_row(name, f"{ttft_s / exact_s:.3f}", f"{predicted_s / exact_s:.3f}", f"{off:+.1%}", f"{waited:.1%}")
     Console(width=100).print(table)
     if args.trace:
-        _join(args.trace, len(names))
+        _join(args.trace, len(hosts))
     return int(args.require and worst > _MAX_ERROR)
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import msgspec
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from host_ranks import run_rank
+
 from longspan.attn.comm import Calls, Pending
 from longspan.runtime import rank as rank_module
 from longspan.runtime import worker as worker_module
-from longspan.runtime import worker_process
-from longspan.runtime.executor.forkserver import StartWorker
 from longspan.runtime.timing import Stopwatch, TimedTransport
 
 _MAX_SLICES = 400_000
@@ -62,13 +63,12 @@ class _Pending:
 
 
 def main() -> None:
-    """Run the worker described on standard input. The only argument is the descriptor of its lifeline."""
-    command = msgspec.json.decode(sys.stdin.buffer.read(), type=StartWorker, dec_hook=lambda kind, text: kind(text))
+    """Run a rank. Record its times if LONGSPAN_TRACE is set."""
     trace = os.environ.get("LONGSPAN_TRACE")
     if trace:
         rank_module.Stopwatch = _Watch  # type: ignore[attr-defined]  # users cannot choose these classes
         worker_module.TimedTransport = _Transport  # type: ignore[attr-defined]
-    worker_process.main(command.config, command.rank, command.run_dir, int(sys.argv[1]))
+    command = run_rank()
     if trace:
         Path(f"{trace}.rank{command.rank}").write_bytes(msgspec.json.encode(list(_slices)))
 

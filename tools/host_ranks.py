@@ -1,0 +1,94 @@
+"""Ranks of an engine on the hosts of `hosts.network_hosts`, without Ray.
+
+    os.environ["LONGSPAN_HOSTS"] = "2"
+    with network_hosts(2) as hosts:
+        service = Service(EngineArgs(parallel="2"), launcher=partial(HostLauncher, hosts=hosts))
+
+Ranks of different hosts send messages by the links between the hosts. The controller stays outside: its sockets and the
+rendezvous are files, which all hosts share. This module is also the program of a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from hosts import INTERFACE, Host
+
+from longspan.runtime.executor.forkserver import StartWorker
+from longspan.runtime.executor.processes import ProcessLauncher
+from longspan.runtime.messages import WorkerConfig
+
+
+class HostLauncher(ProcessLauncher):
+    """Starts each rank on the host of its location.
+
+    Args:
+        script: the program of a rank. It calls `run_rank`.
+    """
+
+    def __init__(self, config: WorkerConfig, hosts: Sequence[Host], script: Path = Path(__file__)) -> None:
+        super().__init__(config)
+        self._hosts, self._script = hosts, script
+
+    def start(self, rank: int) -> _Worker:  # type: ignore[override]  # not forked, but with the same interface
+        command = StartWorker(self._config, rank, self._run_dir, self._log(rank))
+        return _Worker(command, self._hosts[self.cluster.hosts[rank]], self._script)
+
+
+class _Worker:
+    """A rank's process on its host, with the interface that the controller uses."""
+
+    def __init__(self, command: StartWorker, host: Host, script: Path) -> None:
+        end, self._lifeline = os.pipe()
+        with command.log.open("wb") as log:
+            self._process = host.popen(
+                *(sys.executable, script, str(end)),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=(end,),
+                env={**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"},
+            )
+        os.close(end)
+        assert self._process.stdin is not None, "a pipe was requested"
+        self._process.stdin.write(msgspec.json.encode(command, enc_hook=os.fspath))
+        self._process.stdin.close()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(str(error)) from error
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def destroy(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def run_rank() -> StartWorker:
+    """Run the rank that standard input describes, and return its description at the end.
+
+    The only argument is the descriptor of the pipe that ends with the controller.
+    """
+    from longspan.runtime import worker_process  # noqa: PLC0415 - imports transformers
+
+    command = msgspec.json.decode(sys.stdin.buffer.read(), type=StartWorker, dec_hook=lambda kind, text: kind(text))
+    worker_process.main(command.config, command.rank, command.run_dir, int(sys.argv[1]))
+    return command
+
+
+if __name__ == "__main__":
+    run_rank()
