@@ -84,7 +84,7 @@ class Host:
                 _call(*queue, "replace", "dev", interface, "root", "tbf", *rate)
 
     def cut(self) -> None:
-        """Disconnect this host from the bridge. Open connections stall."""
+        """Remove this host from the bridge until `mend`. Open connections stall."""
         _call("ip", "-n", self._switch, "link", "set", self._port, "down")
 
     def mend(self) -> None:

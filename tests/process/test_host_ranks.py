@@ -19,6 +19,7 @@ def received_bytes(host: Host) -> int:
     return int(host.run("cat", f"/sys/class/net/{INTERFACE}/statistics/rx_bytes").stdout)
 
 
+@pytest.mark.full  # each rank imports transformers: 10 s on a quiet machine
 def test_ranks_on_two_hosts_send_kv_over_the_link_and_are_exact(
     tiny: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
