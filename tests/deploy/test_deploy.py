@@ -144,6 +144,26 @@ def test_the_unit_passes_systemd_analyze(tmp_path: Path) -> None:
     assert not problems, problems
 
 
+def test_nginx_accepts_its_file(tmp_path: Path) -> None:
+    if not (nginx := shutil.which("nginx")) or not (openssl := shutil.which("openssl")):
+        pytest.skip("nginx or openssl is not installed")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    names = ("-keyout", str(key), "-out", str(certificate), "-days", "1", "-subj", "/CN=llm")
+    run(openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", *names)
+    text = re.sub(r"/etc/ssl/certs/\S+?(?=;)", str(certificate), NGINX.read_text(encoding="utf-8"))
+    (tmp_path / "site.conf").write_text(re.sub(r"/etc/ssl/private/\S+?(?=;)", str(key), text), encoding="utf-8")
+    whole = tmp_path / "nginx.conf"
+    folders = "".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in ("client_body", "proxy"))
+    whole.write_text(f"pid {tmp_path}/pid; events {{}} http {{ {folders} include {tmp_path}/site.conf; }}")
+    run(nginx, "-t", "-e", str(tmp_path / "log"), "-c", str(whole))
+
+
+def test_promtool_accepts_the_alerts() -> None:
+    if not (promtool := shutil.which("promtool")):
+        pytest.skip("promtool is not installed")
+    run(promtool, "check", "rules", str(ALERTS))
+
+
 def program(name: str, package: str) -> str:
     """Return the path of a program of a Python package. Without it, skip the test."""
     path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
