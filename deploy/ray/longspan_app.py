@@ -31,8 +31,10 @@ class LongspanServer:
         # Ray's variables describe this process. The server is a driver, with the devices of the head.
         hidden = ("RAY_", "CUDA_VISIBLE_DEVICES")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+        start = str(Path(sys.prefix).parent / "start.sh")
         self._server = subprocess.Popen(
-            [Path(sys.prefix).parent / "start.sh", "serve", "--executor", "ray", "--port", str(_PORT)],
+            # The server also gets SIGTERM when this process is killed.
+            ["setpriv", "--pdeathsig", "TERM", start, "serve", "--executor", "ray", "--port", str(_PORT)],
             env={**inherited, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
             stdout=sys.stderr,
         )

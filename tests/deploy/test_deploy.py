@@ -186,7 +186,7 @@ def test_probes_are_routes_that_need_no_key() -> None:
         container[name]["httpGet"]["path"]
         for container in containers()
         for name in ("startupProbe", "readinessProbe", "livenessProbe")
-        if name in container
+        if "httpGet" in container.get(name, {})
     ]
     assert probes == ["/health", "/health", "/live"]
     [check] = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", DOCKERFILE)
@@ -268,10 +268,12 @@ def test_the_server_runs_without_root_and_writes_only_to_volumes() -> None:
 
 def test_the_ray_application_is_named_by_its_file_and_uses_the_port_of_the_head() -> None:
     [service] = documents(DEPLOY / "kubernetes" / "rayservice.yaml")
-    [application] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    [application] = config["applications"]
     module, _, name = application["import_path"].partition(":")
     text = (DEPLOY / "ray" / f"{module}.py").read_text(encoding="utf-8")
     assert f"\n{name} = " in text
     head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
-    port = signature(ServerSettings).parameters["port"].default
-    assert port in [one["containerPort"] for one in head["ports"]]
+    ports = {one["name"]: one["containerPort"] for one in head["ports"]}
+    assert ports["http"] == signature(ServerSettings).parameters["port"].default
+    assert ports["serve"] == config["http_options"]["port"] != ports["http"]
