@@ -20,6 +20,8 @@ _PORT = int(os.environ.get("LONGSPAN_PORT", "8000"))
 _STOP_TIMEOUT_S = float(os.environ.get("LONGSPAN_SHUTDOWN_TIMEOUT", "30")) + 25.0
 """Seconds for open requests, and to end workers and close connections."""
 _ANSWER_TIMEOUT_S = 5.0
+_WITH_US = ("setpriv", "--pdeathsig", "TERM")
+"""A program of util-linux. By it, the server also gets SIGTERM when this process is killed."""
 _HEAD = {"node:__internal_head__": 0.001}
 """A resource that only the head has."""
 
@@ -31,10 +33,9 @@ class LongspanServer:
         # Ray's variables describe this process. The server is a driver, with the devices of the head.
         hidden = ("RAY_", "CUDA_VISIBLE_DEVICES")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-        start = str(Path(sys.prefix).parent / "start.sh")
+        command = [Path(sys.prefix).parent / "start.sh", "serve", "--executor", "ray", "--port", str(_PORT)]
         self._server = subprocess.Popen(
-            # The server also gets SIGTERM when this process is killed.
-            ["setpriv", "--pdeathsig", "TERM", start, "serve", "--executor", "ray", "--port", str(_PORT)],
+            [*_WITH_US, *command],
             env={**inherited, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
             stdout=sys.stderr,
         )
