@@ -33,7 +33,7 @@ class LongspanServer:
         # Ray's variables describe this process. The server is a driver, with the devices of the head.
         hidden = ("RAY_", "CUDA_VISIBLE_DEVICES")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-        command = [Path(sys.prefix).parent / "start.sh", "serve", "--executor", "ray", "--port", str(_PORT)]
+        command = [str(Path(sys.prefix).parent / "start.sh"), "serve", "--executor", "ray", "--port", str(_PORT)]
         self._server = subprocess.Popen(
             [*_WITH_US, *command],
             env={**inherited, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
