@@ -28,7 +28,7 @@ from openings import fault
 
 ROOT = Path(__file__).parents[1]
 RATCHET = ROOT / "tools" / "words.toml"
-FOLDERS = ("src/longspan", "tests", "benchmarks", "tools", "examples", "docs", "README.md")
+FOLDERS = ("src/longspan", "tests", "benchmarks", "deploy", "tools", "examples", "docs", "README.md")
 KINDS = ("banned", "openings", "sentences")
 MAX_WORDS = 25
 """Words in a sentence. Longer sentences are hard to read at one pass (style guide, rule 4)."""
