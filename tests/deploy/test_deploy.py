@@ -253,6 +253,12 @@ def test_queries_name_metrics_and_labels_that_the_server_exports() -> None:
     )
 
 
+def test_every_alert_is_described() -> None:
+    page = (DEPLOY.parent / "docs" / "deploy.md").read_text(encoding="utf-8")
+    alerts = [rule["alert"] for group in documents(ALERTS)[0]["groups"] for rule in group["rules"]]
+    assert [alert for alert in alerts if f"`{alert}`" not in page] == []
+
+
 def test_the_server_runs_without_root_and_writes_only_to_volumes() -> None:
     assert f"USER {USER}:{USER}" in DOCKERFILE and 'VOLUME ["/cache", "/tmp"]' in DOCKERFILE
     for name, pod in pods():
