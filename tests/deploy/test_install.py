@@ -42,7 +42,8 @@ START_TIMEOUT_S = 240.0
 def shared_interpreter() -> str:
     """Return an interpreter that other users can run, and that can make environments. Without one, skip the test."""
     for path in (getattr(sys, "_base_executable", sys.executable), "/usr/bin/python3"):
-        command = [*AS_NOBODY, path, "-c", "import ensurepip, sys; sys.exit(sys.version_info < (3, 11))"]
+        check = ("-c", "import ensurepip, sys; sys.exit(sys.version_info < (3, 11))")
+        command = [*AS_NOBODY, "sh", "-c", 'exec "$0" "$@"', path, *check]  # setpriv itself may start every file
         if subprocess.run(command, capture_output=True, check=False).returncode == 0:
             return path
     pytest.skip("other users can run no Python of version 3.11 or newer with venv")
