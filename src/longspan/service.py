@@ -201,7 +201,7 @@ class Service:
         if self.recorder is None:
             from longspan.extras.recording import Recorder  # noqa: PLC0415 - few runs are recorded
 
-            self.recorder = Recorder(self.engine, self.executor, self._clock.now)
+            self.recorder = Recorder(self.engine, self._clock.now)
 
     def stop_recording(self) -> None:
         """End a recording, and write its files if the options of the engine name some."""

@@ -76,6 +76,7 @@ def test_a_move_by_itself() -> None:
     completion = steps.take(moved(2, 1), 14.0)
     assert completion is not None and completion.number == 1
     assert completion.bytes_sent == {("kv_transfer", "same_host"): 11}
+    assert completion.reported_s == {0: 11.0, 1: 12.0, 3: 13.0, 2: 14.0}
     assert steps.busy_since_s() is None
 
 

@@ -38,7 +38,7 @@ def test_a_recording_starts_and_stops_while_the_server_serves(tiny: Path) -> Non
             assert server.ask("GET", f"/admin/timeline?seconds={seconds}").status == 400
         assert server.ask("POST", "/admin/timeline", {"recording": "yes"}).status == 400
         assert server.ask("POST", "/admin/timeline", {"recording": False}).status == 200
-        assert server.service.executor.ended is None
+        assert server.service.recorder is None
         assert server.ask("GET", "/admin/timeline").status == 409
 
 

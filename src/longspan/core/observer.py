@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from longspan.core.request import FinishReason, Request
-from longspan.core.steps import Completion, Executor, Forward, MoveKV, Reshard
+from longspan.core.steps import Completion, Forward, MoveKV, Reshard
 
 
 class Observer(Protocol):
@@ -23,5 +23,5 @@ class Observer(Protocol):
     def completed(self, done: Completion) -> None:
         """Record a completion that the engine has not used yet."""
 
-    def lost(self, executor: Executor) -> None:
-        """Observe another executor, because workers are replaced. No step in flight completes."""
+    def lost(self) -> None:
+        """Record that all workers are replaced. No step in flight completes."""

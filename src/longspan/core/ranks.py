@@ -33,7 +33,7 @@ class Ranks:
         self.executor = executor
         self._known.clear()
         if self.observer is not None:
-            self.observer.lost(executor)
+            self.observer.lost()
 
     def send(self, *steps: Forward | MoveKV | Reshard) -> None:
         for step in steps:

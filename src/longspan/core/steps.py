@@ -5,7 +5,7 @@ Treat steps as immutable. Classes with an object per token are not `frozen`, whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -285,6 +285,7 @@ class Completion:
     Attributes:
         failed: the indices of failed copies of a MoveKV to or from a disk.
         non_finite: requests for which this Forward computed hidden states or logits that are NaN or infinite.
+        reported_s: by rank, the time of its report on the engine's clock. Empty if the executor knows only the end.
     """
 
     number: int
@@ -293,6 +294,7 @@ class Completion:
     scored: tuple[Scored, ...] = ()
     failed: tuple[int, ...] = ()
     non_finite: tuple[int, ...] = ()
+    reported_s: Mapping[int, float] = field(default_factory=dict)
 
 
 class Executor(Protocol):
@@ -301,11 +303,9 @@ class Executor(Protocol):
     Attributes:
         wakeup: an object that the host can wait for, such as a zmq socket. When it is readable, `poll` returns early
             with an empty list. Its owner sets it, None if there is none. Simulations ignore it.
-        ended: gets a rank and the number of a step when the rank has computed its share. None without a recording.
     """
 
     wakeup: Any
-    ended: Any
 
     def submit(self, step: Step) -> None:
         """Send a step to its ranks, without waiting for them."""

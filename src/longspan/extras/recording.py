@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from longspan.core.blocks import chain_key
 from longspan.core.engine import Engine
 from longspan.core.request import FinishReason, Request
-from longspan.core.steps import Completion, Executor, Forward, MoveKV, Reshard
+from longspan.core.steps import Completion, Forward, MoveKV, Reshard
 from longspan.extras.timeline import Record, Timeline, moment_of
 from longspan.extras.trace import chrome_trace
 from longspan.sim.executor import MoveTiming, StepTiming
@@ -36,12 +36,11 @@ class Recorder:
     The index of a request is its id in the engine.
 
     Args:
-        executor: the present executor of the engine.
         now: the clock of the engine.
     """
 
-    def __init__(self, engine: Engine, executor: Executor, now: Callable[[], float]) -> None:
-        self._engine, self._executor, self._now, self._is_written = engine, executor, now, False
+    def __init__(self, engine: Engine, now: Callable[[], float]) -> None:
+        self._engine, self._now, self._is_written = engine, now, False
         self._begin_s: float | None = None
         self._timeline = Timeline(latest=_MAX_BLOCKS)
         self._watch = self._timeline.observers(None)
@@ -51,14 +50,11 @@ class Recorder:
         self._steps: dict[int, tuple[Forward, float]] = {}
         """Forwards in flight and the time when each was sent, by number."""
         self._moves: dict[int, tuple[MoveKV, float]] = {}
-        self._ends_s: dict[int, dict[tuple[int, int], float]] = {}
-        """By step in flight: when the latest rank of each stage reported."""
         self._free_s: dict[tuple[int, int], float] = {}
         """By instance and stage: the end of its latest step."""
         self._busy_s: list[float] = []
         self._max_queue, self._num_preemptions = 0, engine.counts.num_preemptions
         engine.observe(self)
-        executor.ended = self._rank_ended
 
     def _at(self) -> float:
         """Return the time since the begin of the recording."""
@@ -120,33 +116,35 @@ class Recorder:
         elif isinstance(step, MoveKV):
             self._moves[step.number] = step, at_s
 
-    def _rank_ended(self, rank: int, number: int) -> None:
-        """Record that a rank has computed its share of a step."""
-        if number in self._steps:  # it was sent after the begin
-            place = self._engine.config.cluster.at(rank)
-            self._ends_s.setdefault(number, {})[place.instance, place.stage] = self._at()
-
     def completed(self, done: Completion) -> None:
         at_s, watch = self._at(), self._watch
         if done.number in self._moves and watch.moved is not None:
             move, sent_s = self._moves.pop(done.number)
             watch.moved(MoveTiming(move=move, start_s=sent_s, end_s=at_s))
         elif done.number in self._steps:
-            self._end(*self._steps.pop(done.number), at_s)
+            self._end(*self._steps.pop(done.number), self._ends_s(done), at_s)
         self._max_queue = max(self._max_queue, self._engine.num_waiting)
         if watch.moment is not None:
             watch.moment(at_s, self._engine)
 
-    def lost(self, executor: Executor) -> None:
-        self._executor, executor.ended = executor, self._rank_ended
+    def lost(self) -> None:
         if self._watch.lost is not None:
             self._watch.lost(self._at())
-        for entries in (self._steps, self._moves, self._ends_s, self._free_s):
+        for entries in (self._steps, self._moves, self._free_s):
             entries.clear()
 
-    def _end(self, forward: Forward, sent_s: float, at_s: float) -> None:
+    def _ends_s(self, done: Completion) -> dict[tuple[int, int], float]:
+        """Return when the latest rank of each instance and stage reported a step."""
+        begin_s, ends_s = self._begin(self._now()), dict[tuple[int, int], float]()
+        for rank, reported_s in done.reported_s.items():
+            place = self._engine.config.cluster.at(rank)
+            row = place.instance, place.stage
+            ends_s[row] = max(ends_s.get(row, 0.0), reported_s - begin_s)
+        return ends_s
+
+    def _end(self, forward: Forward, sent_s: float, ends_s: Mapping[tuple[int, int], float], at_s: float) -> None:
         """Add a complete step. A later stage begins after the stage before."""
-        cluster, ends_s = self._engine.config.cluster, self._ends_s.pop(forward.number, {})
+        cluster = self._engine.config.cluster
         stages: dict[tuple[int, int], tuple[float, float]] = {}
         for instance in forward.instances:
             begin_s = sent_s
@@ -191,7 +189,6 @@ class Recorder:
     def stop(self) -> None:
         """Observe the engine no more."""
         self._engine.observe(None)
-        self._executor.ended = None
 
     def write(self, policy: str, given: Any) -> None:  # noqa: ANN401 - `EngineArgs` is in a layer above
         """Write the files that the options of an engine name, once. An error is logged, since the run has ended.

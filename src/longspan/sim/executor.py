@@ -84,7 +84,7 @@ class SimExecutor:
         watch_moves: called with each transfer when it has ended.
     """
 
-    wakeup = ended = None
+    wakeup = None
 
     def __init__(
         self,

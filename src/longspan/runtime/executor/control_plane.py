@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, Protocol, Self, TypeVar
@@ -88,7 +88,6 @@ class WorkerExecutor:
 
     Attributes:
         wakeup: a zmq socket or file descriptor that also ends the wait of `poll` when it is readable.
-        ended: see `Executor`.
         fallbacks: sentences of the workers that started first on parts of the model that our kernels do not compute.
         worker_times: by rank, the seconds per category up to the latest step, if the workers record them.
     """
@@ -116,7 +115,6 @@ class WorkerExecutor:
             stored = self._context.socket(zmq.PUSH)
             self._disk_lane = _disk_lane(disks, stored) if disks else None
             self.wakeup: zmq.Socket[bytes] | int | None = None
-            self.ended: Callable[[int, int], object] | None = None
             self.worker_times: list[dict[str, float]] = [{} for _ in range(cluster.num_ranks)]
             self._decoder = msgspec.msgpack.Decoder(messages.Report)
             self._num_oom_kills = limits.num_oom_kills()
@@ -291,8 +289,6 @@ class WorkerExecutor:
         match report:
             case messages.Done():
                 self.worker_times[report.rank] = report.times
-                if self.ended is not None:
-                    self.ended(report.rank, report.number)
                 return self._in_flight.take(report, time.monotonic())
             case messages.Moved() | messages.Regrouped():
                 return self._in_flight.take(report, time.monotonic())

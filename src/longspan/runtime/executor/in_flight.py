@@ -22,6 +22,7 @@ class _StepInFlight:
         carried: the moves sent with it: the streams of a Forward, or a MoveKV itself.
         unsent: of a MoveKV, ranks that have not started to send their share.
         sending: of a MoveKV, ranks that have not reported the end of their sends.
+        reported_s: the time of each report, by rank.
     """
 
     awaited: set[int]
@@ -29,6 +30,7 @@ class _StepInFlight:
     unsent: set[int] = field(default_factory=set)
     sending: set[int] = field(default_factory=set)
     reports: list[_StepReport] = field(default_factory=list)
+    reported_s: dict[int, float] = field(default_factory=dict)
 
 
 class InFlight:
@@ -75,6 +77,7 @@ class InFlight:
         step = self._steps[number]
         step.awaited.remove(rank)
         step.reports.append(report)
+        step.reported_s[rank] = now_s
         self._finish_work(rank, number, now_s)
         for carried in step.carried:
             move = self._steps.get(carried)  # a stream may complete before its Forward
@@ -85,7 +88,7 @@ class InFlight:
         if step.awaited:
             return None
         del self._steps[number]
-        return _completion(number, step.reports)
+        return _completion(number, step)
 
     def sent(self, rank: int, number: int) -> None:
         """Record that a rank's sends of a move have completed. The move may be complete already."""
@@ -120,12 +123,12 @@ class InFlight:
             self._since_s.pop(rank, None)
 
 
-def _completion(number: int, reports: Iterable[_StepReport]) -> Completion:
+def _completion(number: int, step: _StepInFlight) -> Completion:
     sampled: list[Sampled] = []
     scored: list[Scored] = []
     non_finite: set[int] = set()
     sent: Counter[tuple[str, Link]] = Counter()
-    for report in reports:
+    for report in step.reports:
         sent.update(report.bytes_sent)
         if isinstance(report, messages.Done):
             sampled += report.sampled
@@ -137,4 +140,5 @@ def _completion(number: int, reports: Iterable[_StepReport]) -> Completion:
         bytes_sent=sent,
         scored=tuple(scored),
         non_finite=tuple(sorted(non_finite)),
+        reported_s=step.reported_s,
     )
