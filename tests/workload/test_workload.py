@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import json
 import logging
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longspan.workload.arrivals import arrival_times
+from longspan.workload.arrivals import arrival_times, prompt_of, text
 from longspan.workload.requests import make_workload
 from longspan.workload.spec import WorkloadSpec
 from longspan.workload.traces import read_trace
@@ -71,6 +73,7 @@ def test_times_do_not_depend_on_lengths() -> None:
     assert due(spec) != due(replace(spec, seed=6))
 
 
+Write = Callable[[str, str], Path]
 MOONCAKE = """\
 {"timestamp": 3000, "input_length": 600, "output_length": 50, "hash_ids": [4, 5]}
 {"timestamp": 3500, "input_length": 512, "output_length": 2, "hash_ids": [4]}
@@ -109,7 +112,32 @@ def test_formats_of_traces(name: str, zipped: bool, tmp_path: Path) -> None:
     assert [(request.input_len, request.output_len) for request in requests] == [(600, 50), (512, 2)]
     expected = [None, None] if name == "lengths.csv" else pytest.approx([0.0, 0.5])
     assert [request.due_s for request in requests] == expected
-    assert [request.block_ids for request in requests] == ([(4, 5), (4,)] if name == "mooncake.jsonl" else [(), ()])
+    assert [request.block_ids for request in requests] == ([(0, 1), (0,)] if name == "mooncake.jsonl" else [(), ()])
+
+
+def test_ids_of_any_size_are_tokens_of_64_bits_and_equal_ids_equal_tokens(tmp_path: Path) -> None:
+    path, large = tmp_path / "a.jsonl", 2**62 - 1
+    rows = [[large, 2**22], [large, 2**22 + 1], [large - 1, 2**22], [0, 1]]
+    lines = [{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": ids} for ids in rows]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    first, second, *others = [arrival.prompt for arrival in make_workload(WorkloadSpec(workload=str(path))).arrivals]
+    assert list(first[:512]) == list(second[:512]) and first[512] != second[512]
+    assert {*first}.isdisjoint(others[0][:512]) and list(others[0][512:]) == list(first[512:])
+    assert {*first, *second}.isdisjoint(others[1])
+    for prompt in (first, second, *others):
+        array("q", prompt)
+
+
+def test_texts_up_to_the_last_have_tokens_of_64_bits() -> None:
+    array("q", text(2**31 - 1, 2**20)[-2:])
+    array("q", prompt_of(2**29, 3, blocks=[2**29], block_len=1))
+
+
+def test_a_trace_of_several_runs_is_no_workload(trace: Write) -> None:
+    run = {"traceEvents": [], "otherData": {"runs": [{}, {}]}}
+    path = trace("both.json", json.dumps(run))
+    with pytest.raises(ValueError, match="no trace of one run"):
+        make_workload(WorkloadSpec(workload=str(path), rate=1.0))
 
 
 @pytest.fixture
@@ -120,9 +148,6 @@ def trace(tmp_path: Path) -> Callable[[str, str], Path]:
         return path
 
     return write
-
-
-Write = Callable[[str, str], Path]
 
 
 def test_times_count_from_the_first_arrival_and_num_takes_the_first(trace: Write) -> None:
@@ -149,6 +174,7 @@ def test_lines_of_failed_requests_are_left_out_and_counted(trace: Write, caplog:
         ("a.jsonl", MOONCAKE + "{", "line 3 of trace .* is not JSON"),
         ("a.jsonl", "[1]", r"line 1 of trace .* must be a JSON object, but is \[1\]"),
         ("a.jsonl", MOONCAKE + '{"timestamp": 1}', "line 3 of trace .* is not of the format 'Mooncake': KeyError"),
+        ("a.jsonl", MOONCAKE.replace("600", "6000000000"), "line 1 of trace .* at most 4294967296 tokens"),
         ("a.jsonl.gz", MOONCAKE, "cannot be read .Not a gzipped file"),
     ],
 )

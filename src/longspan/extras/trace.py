@@ -1,4 +1,4 @@
-"""Traces for Perfetto and Chrome: the one writer and the one reader of recorded and simulated runs."""
+"""Traces for Perfetto and Chrome: the writer and the reader of recorded and simulated runs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from longspan.core.cluster import Cluster
 from longspan.extras.timeline import Block, Moment, Record, Timeline, TimeSplit, Transfer
 from longspan.sim.run import Result, Served
+from longspan.workload.traces import arrivals_among, recorded_run
 
 _KINDS = ("instances", "requests", "transfers")
 """The trace processes of each run."""
@@ -111,9 +112,7 @@ def read_record(text: str) -> Record:
         ValueError: it is no such trace.
     """
     try:
-        trace = json.loads(text)
-        [run] = trace["otherData"]["runs"]
-        return _read_run(run, trace["traceEvents"])
+        return _read_run(*recorded_run(json.loads(text)))
     except (AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"it is no trace of one run that longspan wrote ({type(error).__name__}: {error})") from None
 
@@ -126,7 +125,7 @@ def _read_run(run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Re
         if event["ph"] == "M" and event["name"] == "thread_name":
             instance, _, stage = event["args"]["name"].removeprefix("instance ").partition(", stage ")
             rows[event["tid"]] = int(instance), int(stage or 0)
-    arrived = sorted(by_kind["b", "request"], key=lambda event: float(event["ts"]))
+    arrived = arrivals_among(by_kind["b", "request"])
     indices: dict[int, int] = {event["id"]: index for index, event in enumerate(arrived)}
 
     def index_of(event: Mapping[str, Any]) -> int:

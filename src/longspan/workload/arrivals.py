@@ -12,6 +12,7 @@ from typing import overload
 import numpy as np
 
 from longspan.errors import ParameterError
+from longspan.workload.spec import MAX_LEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,14 +101,15 @@ def prompt_of(
     return TokenText([*prefix, own]) if num_left < num_tokens else own
 
 
-_SPACE = 2**40
-"""Distance between the first token ids of consecutive texts, and so a text's maximum length."""
+_NUM_TEXTS = 2**63 // MAX_LEN
+"""Token ids have 64 bits. The first token ids of consecutive texts differ by `MAX_LEN`."""
 
 
 def text(name: int, num_tokens: int) -> range:
     """Return the token ids of a text. Equal names give equal tokens, and different names give disjoint tokens."""
-    assert 0 <= num_tokens <= _SPACE, "texts do not overlap"
-    return range(name * _SPACE, name * _SPACE + num_tokens)
+    assert 0 <= num_tokens <= MAX_LEN, "texts do not overlap"
+    assert 0 <= name < _NUM_TEXTS, "token ids have 64 bits"
+    return range(name * MAX_LEN, name * MAX_LEN + num_tokens)
 
 
 class TokenText(Sequence[int]):

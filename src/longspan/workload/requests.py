@@ -14,8 +14,8 @@ import numpy as np
 from longspan.errors import ParameterError
 from longspan.file_errors import unread
 from longspan.workload.arrivals import Arrival, Workload, arrival_times, as_conversations, prompt_of
-from longspan.workload.spec import BLOCK_LEN, WorkloadSpec
-from longspan.workload.traces import MAX_SPAN_S, RequestSpec, read_trace
+from longspan.workload.spec import BLOCK_LEN, MAX_LEN, WorkloadSpec
+from longspan.workload.traces import MAX_SPAN_S, RequestSpec, read_trace, recorded_trace
 
 Lengths = Callable[[float], float]
 """A length distribution, given as its quantile function: maps a fraction from 0 to 1 to a length."""
@@ -63,10 +63,14 @@ def _requests(spec: WorkloadSpec) -> list[RequestSpec]:
         raise ParameterError(
             "workload", f"{spec.workload!r} is none of {', '.join(_NAMED)}, nor a file: check the path", spec.workload
         )
-    if path.suffix == ".json" and not _is_recorded(points := _read_json(path)):
-        return _drawn(*_quantiles(path, points), spec)
+    content = _read_json(path) if path.suffix == ".json" else None
+    if content is not None and not _is_recorded(content):
+        return _drawn(*_quantiles(path, content), spec)
     try:
-        requests = read_trace(path, num=spec.num_requests)
+        if content is None:
+            requests = read_trace(path, num=spec.num_requests)
+        else:
+            requests = recorded_trace(path, content, num=spec.num_requests)
     except ValueError as error:
         raise ParameterError("workload", f": {error}", spec.workload) from error
     return [replace(request, output_len=spec.output_len or request.output_len) for request in requests]
@@ -136,7 +140,6 @@ _NORMAL = NormalDist()
 _SIGMAS_OF_RANGE = 6
 _SEARCH_SIGMAS = 4  # the mean of the unbounded logarithm is searched up to this many sigmas outside the range
 _HALVINGS = 60
-_MAX_LENGTH = 2.0**40
 
 
 def draw_lengths(lengths: Lengths, num: int, rng: np.random.Generator) -> list[int]:
@@ -162,8 +165,8 @@ def quantiles(name: str, points: object) -> Lengths:
     parts, lengths = [part for part, _ in pairs], [length for _, length in pairs]
     if len(parts) < 2 or parts[0] != 0 or parts[-1] != 1 or sorted(set(parts)) != parts:
         raise ValueError(f"quantiles ascend from 0 to 1, but {parts} given: give at least 0 and 1")
-    if sorted(lengths) != lengths or not 1 <= lengths[0] <= lengths[-1] <= _MAX_LENGTH:
-        raise ValueError(f"lengths at ascending quantiles ascend from 1 to at most {_MAX_LENGTH:.0f}: {lengths} given")
+    if sorted(lengths) != lengths or not 1 <= lengths[0] <= lengths[-1] <= MAX_LEN:
+        raise ValueError(f"lengths at ascending quantiles ascend from 1 to at most {MAX_LEN}: {lengths} given")
     logarithms = np.log(lengths)
     return lambda part: math.exp(float(np.interp(part, parts, logarithms)))
 

@@ -15,6 +15,8 @@ _LONGEST_S = 1e5
 _LONGEST_OUTPUT = 2**20
 BLOCK_LEN = 512
 """Prompt tokens per block id in traces, as in Mooncake's."""
+MAX_LEN = 2**32
+"""Maximum tokens of a prompt, and of a shared prefix. More would leave fewer different texts, see `arrivals`."""
 _workload = partial(Option, group="Requests")
 
 
@@ -66,6 +68,10 @@ class WorkloadSpec:
         if self.output_len is not None and self.output_len > _LONGEST_OUTPUT:
             problem = f"must be at most {_LONGEST_OUTPUT:,}, but {self.output_len:,} given"
             raise ParameterError("output_len", problem, self.output_len)
+        if self.prefix_len > MAX_LEN:
+            raise ParameterError(
+                "prefix_len", f"must be at most {MAX_LEN}, but {self.prefix_len} given", self.prefix_len
+            )
         if self.num_prefixes is not None and not self.prefix_len:
             problem = f"{self.num_prefixes} counts shared prefixes, but prefix_len is 0: give prefix_len"
             raise ParameterError("num_prefixes", problem, self.num_prefixes)

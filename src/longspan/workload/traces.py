@@ -9,13 +9,19 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 from longspan.file_errors import unread
+from longspan.workload.spec import MAX_LEN
+
+Event = Mapping[str, Any]
+"""An event of a trace for Perfetto."""
+Rows = Iterator[tuple[int, Mapping[str, Any]]]
+"""The columns of each request, with the number of its line."""
 
 _log = logging.getLogger("longspan")
 MAX_SPAN_S = 1e8
@@ -28,6 +34,7 @@ class RequestSpec:
 
     Attributes:
         block_ids: ids of the prompt's blocks of `BLOCK_LEN` tokens, if the trace has them. Equal ids are equal tokens.
+            Ids of a trace are hashes or any numbers. These ids count the different blocks from 0.
     """
 
     due_s: float | None = None
@@ -105,9 +112,18 @@ def read_trace(path: Path, *, num: int | None = None) -> list[RequestSpec]:
     opened = gzip.open if path.suffix == ".gz" else Path.open
     try:
         with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
-            requests = list(itertools.islice(_requests(path, file), num))
+            return _in_order(path, _rows(path, file), num)
     except (OSError, UnicodeDecodeError, EOFError, csv.Error, zlib.error) as error:
         raise ValueError(unread(path, error)) from None
+
+
+def recorded_trace(path: Path, content: object, *, num: int | None = None) -> list[RequestSpec]:
+    """Return the requests of a file that longspan recorded, whose JSON is `content`. As `read_trace` otherwise."""
+    return _in_order(path, _recorded_rows(path, content), num)
+
+
+def _in_order(path: Path, rows: Rows, num: int | None) -> list[RequestSpec]:
+    requests = list(itertools.islice(_requests(path, rows), num))
     if not requests or len(requests) < (num or 0):
         needed = "at least 1 is needed: give another file" if num is None else f"`num_requests` is {num}: lower it"
         raise ValueError(f"trace {str(path)!r} holds {len(requests)} requests, but {needed}")
@@ -119,13 +135,13 @@ def read_trace(path: Path, *, num: int | None = None) -> list[RequestSpec]:
     return sorted(shifted, key=lambda request: request.due_s or 0.0)
 
 
-def _requests(path: Path, file: IO[str]) -> Iterator[RequestSpec]:
+def _requests(path: Path, rows: Rows) -> Iterator[RequestSpec]:
     form: _Format | None = None
-    num_empty, first_s = 0, None
-    for number, row in _rows(path, file):
+    num_empty, first_s, numbers = 0, None, dict[int, int]()
+    for number, row in rows:
         form = form or _format(path, row)
         try:
-            request = _request(form, row)
+            request = _request(form, row, numbers)
             first_s = request.due_s if first_s is None else first_s
             _check_time(request.due_s, first_s)
         except (KeyError, TypeError, ValueError) as error:
@@ -141,7 +157,7 @@ def _requests(path: Path, file: IO[str]) -> Iterator[RequestSpec]:
         _log.warning("%d lines of the trace have no input or no output and are left out", num_empty)
 
 
-def _rows(path: Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _rows(path: Path, file: IO[str]) -> Rows:
     name = path.name.removesuffix(".gz")
     if name.endswith(".csv"):
         reader = csv.DictReader(file)
@@ -149,7 +165,11 @@ def _rows(path: Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield reader.line_num, row
         return
     if name.endswith(".json"):
-        yield from enumerate(_recorded_rows(path, file), start=1)
+        try:
+            content = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"trace {str(path)!r} is not JSON ({error}): give another file") from None
+        yield from _recorded_rows(path, content)
         return
     if not name.endswith(".jsonl"):
         raise ValueError(f"trace {str(path)!r} must end in .csv, .csv.gz, .jsonl, .jsonl.gz, or be recorded as .json")
@@ -165,19 +185,31 @@ def _rows(path: Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
         yield number, row
 
 
-def _recorded_rows(path: Path, file: IO[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield the columns of each request in a trace for Perfetto, see `longspan.extras.trace`.
-
-    Block ids, which are hashes, become consecutive numbers.
-    """
-    ids: dict[int, int] = {}
+def _recorded_rows(path: Path, content: object) -> Rows:
+    """Yield the columns of each request of a recorded run, in order of arrival."""
     try:
-        for event in json.load(file)["traceEvents"]:
-            if event["ph"] == "b" and event["cat"] == "request":
-                numbers = [ids.setdefault(block, len(ids)) for block in event["args"].get("block_ids", ())]
-                yield {**event["args"], "block_ids": numbers, "arrival_s": event["ts"] / 1e6}
+        _, events = recorded_run(content)
+        for number, event in enumerate(arrivals_among(events), start=1):
+            yield number, {"block_ids": (), **event["args"], "arrival_s": event["ts"] / 1e6}
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"trace {str(path)!r} was not recorded by longspan ({error!r})") from None
+        raise ValueError(f"trace {str(path)!r} is no trace of one run of longspan ({error!r})") from None
+
+
+def recorded_run(content: object) -> tuple[Event, Sequence[Event]]:
+    """Return the description and the events of the run in a trace, see `longspan.extras.trace`.
+
+    Raises:
+        KeyError, TypeError or ValueError: the content of the file is no such trace, or has several runs.
+    """
+    trace: Any = content
+    [run] = trace["otherData"]["runs"]
+    return run, trace["traceEvents"]
+
+
+def arrivals_among(events: Iterable[Event]) -> list[Event]:
+    """Return the events that begin requests, in order of arrival."""
+    begins = (event for event in events if event["ph"] == "b" and event["cat"] == "request")
+    return sorted(begins, key=lambda event: float(event["ts"]))
 
 
 def _format(path: Path, row: Mapping[str, Any]) -> _Format:
@@ -189,12 +221,17 @@ def _format(path: Path, row: Mapping[str, Any]) -> _Format:
     raise ValueError(f"trace {str(path)!r} has the columns {columns}, which is no known format: {forms}")
 
 
-def _request(form: _Format, row: Mapping[str, Any]) -> RequestSpec:
+def _request(form: _Format, row: Mapping[str, Any], numbers: dict[int, int]) -> RequestSpec:
+    """Read a row. `numbers` has the number of each block id so far, and receives the new ids."""
+    ids = () if form.block_ids is None else tuple(map(_whole, row[form.block_ids]))
+    input_len = _whole(row[form.input_len])
+    if input_len > MAX_LEN:
+        raise ValueError(f"a prompt has at most {MAX_LEN} tokens, but {input_len} given")
     return RequestSpec(
         due_s=None if form.arrival is None else form.seconds(row[form.arrival]),
-        input_len=_whole(row[form.input_len]),
+        input_len=input_len,
         output_len=_whole(row[form.output_len]),
-        block_ids=() if form.block_ids is None else tuple(map(_whole, row[form.block_ids])),
+        block_ids=tuple([numbers.setdefault(block, len(numbers)) for block in ids]),
     )
 
 
@@ -208,6 +245,8 @@ def _check_time(due_s: float | None, first_s: float | None) -> None:
 
 
 def _whole(value: float | str) -> int:
+    if type(value) is int and value >= 0:  # floats lose the last digits of large ids
+        return value
     number = float(value)
     if not math.isfinite(number) or number != int(number) or number < 0:
         raise ValueError(f"a whole number is needed, but {value!r} given")
