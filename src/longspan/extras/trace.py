@@ -12,7 +12,7 @@ from typing import Any
 from longspan.core.cluster import Cluster
 from longspan.extras.timeline import Block, Moment, Record, Timeline, TimeSplit, Transfer
 from longspan.sim.run import Result, Served
-from longspan.workload.traces import arrivals_among, recorded_run
+from longspan.workload.traces import recorded_run
 
 _KINDS = ("instances", "requests", "transfers")
 """The trace processes of each run."""
@@ -117,7 +117,9 @@ def read_record(text: str) -> Record:
         raise ValueError(f"it is no trace of one run that longspan wrote ({type(error).__name__}: {error})") from None
 
 
-def _read_run(run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Record:
+def _read_run(
+    run: Mapping[str, Any], events: Sequence[Mapping[str, Any]], arrived: Sequence[Mapping[str, Any]]
+) -> Record:
     rows: dict[int, tuple[int, int]] = {}
     by_kind: defaultdict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
@@ -125,7 +127,6 @@ def _read_run(run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Re
         if event["ph"] == "M" and event["name"] == "thread_name":
             instance, _, stage = event["args"]["name"].removeprefix("instance ").partition(", stage ")
             rows[event["tid"]] = int(instance), int(stage or 0)
-    arrived = arrivals_among(by_kind["b", "request"])
     indices: dict[int, int] = {event["id"]: index for index, event in enumerate(arrived)}
 
     def index_of(event: Mapping[str, Any]) -> int:

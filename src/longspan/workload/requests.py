@@ -15,7 +15,7 @@ from longspan.errors import ParameterError
 from longspan.file_errors import unread
 from longspan.workload.arrivals import Arrival, Workload, arrival_times, as_conversations, prompt_of
 from longspan.workload.spec import BLOCK_LEN, MAX_LEN, WorkloadSpec
-from longspan.workload.traces import MAX_SPAN_S, RequestSpec, read_trace, recorded_trace
+from longspan.workload.traces import MAX_SPAN_S, RequestSpec, read_trace
 
 Lengths = Callable[[float], float]
 """A length distribution, given as its quantile function: maps a fraction from 0 to 1 to a length."""
@@ -63,14 +63,10 @@ def _requests(spec: WorkloadSpec) -> list[RequestSpec]:
         raise ParameterError(
             "workload", f"{spec.workload!r} is none of {', '.join(_NAMED)}, nor a file: check the path", spec.workload
         )
-    content = _read_json(path) if path.suffix == ".json" else None
-    if content is not None and not _is_recorded(content):
-        return _drawn(*_quantiles(path, content), spec)
+    if path.suffix == ".json" and not _is_recorded(points := _read_json(path)):
+        return _drawn(*_quantiles(path, points), spec)
     try:
-        if content is None:
-            requests = read_trace(path, num=spec.num_requests)
-        else:
-            requests = recorded_trace(path, content, num=spec.num_requests)
+        requests = read_trace(path, num=spec.num_requests)
     except ValueError as error:
         raise ParameterError("workload", f": {error}", spec.workload) from error
     return [replace(request, output_len=spec.output_len or request.output_len) for request in requests]

@@ -65,13 +65,9 @@ class WorkloadSpec:
         for name, minimum in minima.items():
             if (value := getattr(self, name)) is not None and value < minimum:
                 raise ParameterError(name, f"must be at least {minimum}, but {value} given", value)
-        if self.output_len is not None and self.output_len > _LONGEST_OUTPUT:
-            problem = f"must be at most {_LONGEST_OUTPUT:,}, but {self.output_len:,} given"
-            raise ParameterError("output_len", problem, self.output_len)
-        if self.prefix_len > MAX_LEN:
-            raise ParameterError(
-                "prefix_len", f"must be at most {MAX_LEN}, but {self.prefix_len} given", self.prefix_len
-            )
+        for name, maximum in {"output_len": _LONGEST_OUTPUT, "prefix_len": MAX_LEN}.items():
+            if (value := getattr(self, name)) is not None and value > maximum:
+                raise ParameterError(name, f"must be at most {maximum:,}, but {value:,} given", value)
         if self.num_prefixes is not None and not self.prefix_len:
             problem = f"{self.num_prefixes} counts shared prefixes, but prefix_len is 0: give prefix_len"
             raise ParameterError("num_prefixes", problem, self.num_prefixes)

@@ -7,9 +7,8 @@ import gzip
 import itertools
 import json
 import logging
-import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,11 +18,8 @@ from longspan.file_errors import unread
 from longspan.workload.spec import MAX_LEN
 
 Event = Mapping[str, Any]
-"""An event of a trace for Perfetto."""
-Rows = Iterator[tuple[int, Mapping[str, Any]]]
-"""The columns of each request, with the number of its line."""
-
 _log = logging.getLogger("longspan")
+_MAX_ID = 2**128
 MAX_SPAN_S = 1e8
 """Maximum seconds between arrivals, about three years. Float times lose the precision for steps much later."""
 
@@ -112,18 +108,9 @@ def read_trace(path: Path, *, num: int | None = None) -> list[RequestSpec]:
     opened = gzip.open if path.suffix == ".gz" else Path.open
     try:
         with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
-            return _in_order(path, _rows(path, file), num)
+            requests = list(itertools.islice(_requests(path, file), num))
     except (OSError, UnicodeDecodeError, EOFError, csv.Error, zlib.error) as error:
         raise ValueError(unread(path, error)) from None
-
-
-def recorded_trace(path: Path, content: object, *, num: int | None = None) -> list[RequestSpec]:
-    """Return the requests of a file that longspan recorded, whose JSON is `content`. As `read_trace` otherwise."""
-    return _in_order(path, _recorded_rows(path, content), num)
-
-
-def _in_order(path: Path, rows: Rows, num: int | None) -> list[RequestSpec]:
-    requests = list(itertools.islice(_requests(path, rows), num))
     if not requests or len(requests) < (num or 0):
         needed = "at least 1 is needed: give another file" if num is None else f"`num_requests` is {num}: lower it"
         raise ValueError(f"trace {str(path)!r} holds {len(requests)} requests, but {needed}")
@@ -135,10 +122,10 @@ def _in_order(path: Path, rows: Rows, num: int | None) -> list[RequestSpec]:
     return sorted(shifted, key=lambda request: request.due_s or 0.0)
 
 
-def _requests(path: Path, rows: Rows) -> Iterator[RequestSpec]:
+def _requests(path: Path, file: IO[str]) -> Iterator[RequestSpec]:
     form: _Format | None = None
     num_empty, first_s, numbers = 0, None, dict[int, int]()
-    for number, row in rows:
+    for number, row in _rows(path, file):
         form = form or _format(path, row)
         try:
             request = _request(form, row, numbers)
@@ -157,7 +144,7 @@ def _requests(path: Path, rows: Rows) -> Iterator[RequestSpec]:
         _log.warning("%d lines of the trace have no input or no output and are left out", num_empty)
 
 
-def _rows(path: Path, file: IO[str]) -> Rows:
+def _rows(path: Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     name = path.name.removesuffix(".gz")
     if name.endswith(".csv"):
         reader = csv.DictReader(file)
@@ -165,11 +152,7 @@ def _rows(path: Path, file: IO[str]) -> Rows:
             yield reader.line_num, row
         return
     if name.endswith(".json"):
-        try:
-            content = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"trace {str(path)!r} is not JSON ({error}): give another file") from None
-        yield from _recorded_rows(path, content)
+        yield from enumerate(_recorded_rows(path, file), start=1)
         return
     if not name.endswith(".jsonl"):
         raise ValueError(f"trace {str(path)!r} must end in .csv, .csv.gz, .jsonl, .jsonl.gz, or be recorded as .json")
@@ -185,31 +168,23 @@ def _rows(path: Path, file: IO[str]) -> Rows:
         yield number, row
 
 
-def _recorded_rows(path: Path, content: object) -> Rows:
+def _recorded_rows(path: Path, file: IO[str]) -> Iterator[Mapping[str, Any]]:
     """Yield the columns of each request of a recorded run, in order of arrival."""
     try:
-        _, events = recorded_run(content)
-        for number, event in enumerate(arrivals_among(events), start=1):
-            yield number, {"block_ids": (), **event["args"], "arrival_s": event["ts"] / 1e6}
+        for event in recorded_run(json.load(file))[2]:
+            yield {"block_ids": (), **event["args"], "arrival_s": event["ts"] / 1e6}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"trace {str(path)!r} is no trace of one run of longspan ({error!r})") from None
 
 
-def recorded_run(content: object) -> tuple[Event, Sequence[Event]]:
-    """Return the description and the events of the run in a trace, see `longspan.extras.trace`.
+def recorded_run(trace: Any) -> tuple[Event, Sequence[Event], list[Event]]:  # noqa: ANN401 - any JSON
+    """Return the run in a trace of `longspan.extras.trace`, its events, and its requests in order of arrival.
 
-    Raises:
-        KeyError, TypeError or ValueError: the content of the file is no such trace, or has several runs.
+    Raise KeyError, TypeError or ValueError for other JSON, and for several runs.
     """
-    trace: Any = content
-    [run] = trace["otherData"]["runs"]
-    return run, trace["traceEvents"]
-
-
-def arrivals_among(events: Iterable[Event]) -> list[Event]:
-    """Return the events that begin requests, in order of arrival."""
-    begins = (event for event in events if event["ph"] == "b" and event["cat"] == "request")
-    return sorted(begins, key=lambda event: float(event["ts"]))
+    [run], events = trace["otherData"]["runs"], trace["traceEvents"]
+    arrivals = (event for event in events if event["ph"] == "b" and event["cat"] == "request")
+    return run, events, sorted(arrivals, key=lambda event: float(event["ts"]))
 
 
 def _format(path: Path, row: Mapping[str, Any]) -> _Format:
@@ -223,13 +198,10 @@ def _format(path: Path, row: Mapping[str, Any]) -> _Format:
 
 def _request(form: _Format, row: Mapping[str, Any], numbers: dict[int, int]) -> RequestSpec:
     """Read a row. `numbers` has the number of each block id so far, and receives the new ids."""
-    ids = () if form.block_ids is None else tuple(map(_whole, row[form.block_ids]))
-    input_len = _whole(row[form.input_len])
-    if input_len > MAX_LEN:
-        raise ValueError(f"a prompt has at most {MAX_LEN} tokens, but {input_len} given")
+    ids = () if form.block_ids is None else [_whole(block, _MAX_ID) for block in row[form.block_ids]]
     return RequestSpec(
         due_s=None if form.arrival is None else form.seconds(row[form.arrival]),
-        input_len=input_len,
+        input_len=_whole(row[form.input_len]),
         output_len=_whole(row[form.output_len]),
         block_ids=tuple([numbers.setdefault(block, len(numbers)) for block in ids]),
     )
@@ -244,10 +216,8 @@ def _check_time(due_s: float | None, first_s: float | None) -> None:
         )
 
 
-def _whole(value: float | str) -> int:
-    if type(value) is int and value >= 0:  # floats lose the last digits of large ids
-        return value
-    number = float(value)
-    if not math.isfinite(number) or number != int(number) or number < 0:
-        raise ValueError(f"a whole number is needed, but {value!r} given")
+def _whole(value: float | str, maximum: int = MAX_LEN) -> int:
+    number = value if isinstance(value, int) else float(value)  # floats lose the last digits of large ids
+    if not 0 <= number <= maximum or number != int(number):
+        raise ValueError(f"a whole number up to {maximum} is needed, but {value!r:.40} given")
     return int(number)
