@@ -30,7 +30,7 @@ from longspan.attn.paged_splits import NumberBuffer
 from longspan.attn.spec import AttnSpec
 from longspan.model import graph_step
 from longspan.model.adapter import Model
-from longspan.model.graph_step import CudaRecorder, Record, Recording
+from longspan.model.graph_step import CudaRecorder, Record, Recording, Replay
 from longspan.model.source import prepare
 from longspan.model.step import Rows, SingleTokens
 from longspan.model.trunk import LayerTrunk
@@ -232,6 +232,42 @@ def test_a_model_that_cannot_be_recorded_is_computed_by_layers(
     assert record.num_asked == num_asked
     [line] = caplog.messages
     assert line.startswith("decode steps are computed layer by layer") and why in line
+
+
+class Full(Tape):
+    """A recorder that has memory for graphs of a few rows only."""
+
+    def __init__(self, max_rows: int) -> None:
+        super().__init__()
+        self.num_refused, self._max_rows = 0, max_rows
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Replay:
+        if len(compute()) > self._max_rows:
+            self.num_refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().__call__(compute)
+
+
+def test_a_size_without_memory_for_its_graph_is_computed_by_layers(
+    tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = Full(max_rows=2)
+    decodes = Decodes(tiny, record, Recordable())
+    caplog.clear()  # of the weights that were written
+    with caplog.at_level(logging.WARNING, "longspan"):
+        decodes.step(1, 2)
+        decodes.step(4, 5, 6)
+        decodes.step(7, 8, 9, 10)
+        decodes.step(11, 12)
+    assert (record.num_refused, record.num_recorded, record.num_replayed) == (1, 1, 2)
+    [line] = caplog.messages
+    assert "up to 4 requests" in line and "no memory" in line
+
+
+def test_a_start_without_memory_for_all_graphs_raises(tiny: Path) -> None:
+    decodes = Decodes(tiny, Full(max_rows=2), Recordable())
+    with pytest.raises(torch.OutOfMemoryError):
+        decodes.model.trunk.prepare(decodes.kv, 4, 100)
 
 
 def decode(folder: Path, backend: AttentionBackend, *, enforce_eager: bool) -> tuple[list[list[int]], Tape]:

@@ -95,6 +95,7 @@ class GraphStep:
         self._kv: Sequence[PagedKv] = ()
         self._graphs: dict[_Size, _Graph] = {}
         self._logits: dict[int, Tensor] = {}  # float32, by the number of tokens of a graph
+        self._too_large = set[_Size]()  # sizes without memory for a recording
         self._is_possible, self._reads_host = True, True  # `_record` may set them to False
 
     @torch.no_grad()
@@ -117,21 +118,35 @@ class GraphStep:
     def __call__(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, step: SingleTokens) -> Tensor | None:
         """Compute float32 logits `[tokens, vocab]`, and store the tokens' KV. Arguments are `[tokens]` int64 on hosts.
 
-        The logits are valid until the next call. Return None for more than `_MAX_ROWS` tokens, and if the model cannot
-        be recorded. KV may have been stored then.
+        The logits are valid until the next call. Return None for more than `_MAX_ROWS` tokens, and if the model or a
+        step of this size cannot be recorded. KV may have been stored then.
         """
         if len(tokens) > _MAX_ROWS or not self._is_possible:
             return None
         self._set_pool(step.kv)
         inputs = [array.numpy() for array in (tokens, positions, rope_lengths, step.blocks, step.offsets)]
         splits = [step.plans[layer].split_items() for layer in self._first_layers.values()]
-        replay = self._filled(self._size(len(tokens), [len(blocks) for blocks, *_ in splits]), inputs, splits)
+        size = self._size(len(tokens), [len(blocks) for blocks, *_ in splits])
+        replay = None if size in self._too_large else self._filled_in_memory(size, inputs, splits)
         return None if replay is None else replay()[: len(tokens)]
+
+    def _filled_in_memory(
+        self, size: _Size, inputs: Sequence[Numbers], splits: Sequence[Sequence[Numbers]]
+    ) -> Replay | None:
+        """Fill the inputs of a graph, see `_filled`. Return None if there is too little memory to record it."""
+        try:
+            return self._filled(size, inputs, splits)
+        except torch.OutOfMemoryError as error:
+            text = "decode steps of up to %d requests with %d tokens each are computed layer by layer: %s"
+            _log.warning(text, size.rows, size.context, f"no memory for a CUDA graph ({error!s:.200})")
+            self._too_large.add(size)
+            return None
 
     def release_pool(self) -> None:
         """Release the KV pool of the latest step, and all graphs, which read it."""
         self._kv = ()
         self._graphs.clear()
+        self._too_large.clear()
 
     def _set_pool(self, kv: Sequence[PagedKv]) -> None:
         if kv is not self._kv:
