@@ -114,20 +114,22 @@ class Service:
         self._tuned = csa if is_tuned(csa) else None
         max_len = config.longest(policy)
         if _log.isEnabledFor(logging.INFO):
-            from longspan.start_facts import facts_of  # noqa: PLC0415 - not needed where the log drops the block
+            from longspan.start_facts import facts_of  # noqa: PLC0415 - not needed if the log level is above info
 
             _log.info("%s", facts_of(setup, self.executor.fallbacks).block())
         vocab_size = self.info.vocab_size
         self.input_processor = InputProcessor(tokenizer=tokenizer, vocab_size=vocab_size, max_model_len=max_len)
-        saved = [disk.contents() for disk in self._disks.values()]
-        self._clock = MonotonicClock()
-        self.engine = Engine(policy=policy, executor=self.executor, clock=self._clock, config=config, saved=saved)
+        self._clock, disks = MonotonicClock(), self._disks.values()
+        self.engine = Engine(
+            policy=policy,
+            executor=self.executor,
+            clock=self._clock,
+            config=config,
+            saved=[disk.contents() for disk in disks],
+            seal_disks=any(disk.is_kept for disk in disks),
+        )
         if given.trace is not None or given.report is not None:
             self.start_recording()
-        if any(disk.is_kept for disk in self._disks.values()):
-            from longspan.runtime.kept_kv import keep_saved  # noqa: PLC0415 - needed for kept documents only
-
-            keep_saved(self.engine.kv, self._disks)
 
     def _with_given_pools(self, cluster: Cluster) -> WorkerExecutor:
         """Start the workers. Raise ValueError if memory for the model or the pools is missing."""
@@ -305,7 +307,6 @@ class Service:
         """Remove the KV of finished requests, also from disks. Raise RuntimeError if requests are unfinished."""
         self.engine.settle(_SETTLE_S)
         self.engine.reset_prefix_cache()
-        self.engine.kv.kept.clear()
         for disk in self._disks.values():
             disk.clear()
 

@@ -102,6 +102,26 @@ def test_readers_share_a_document_and_keep_it_from_being_dropped(tiny: Path, tmp
     assert not tmp_path.exists()
 
 
+def test_pools_on_disks_have_the_blocks_of_the_document_and_none_after_a_reset(tiny: Path, tmp_path: Path) -> None:
+    num_files = len([*kept(tiny, tmp_path).glob("host-*/*.kv")])
+    with opened(tiny, tmp_path) as llm:
+        assert num_disk_blocks(llm) == num_files
+        assert answer(llm, DOCUMENT, OTHER).num_cached_tokens
+        assert num_disk_blocks(llm) == num_files
+        llm.service.reset_prefix_cache()
+        assert answer(llm, DOCUMENT, OTHER).num_cached_tokens == 0
+        assert num_disk_blocks(llm) == 0
+        llm.service.restart()
+        assert answer(llm, DOCUMENT, OTHER).num_cached_tokens, "on the host"
+        assert num_disk_blocks(llm) == 0
+    with opened(tiny, tmp_path) as llm:
+        assert answer(llm, DOCUMENT, OTHER).num_cached_tokens
+
+
+def num_disk_blocks(llm: ThreadLLM) -> int:
+    return llm.engine.load().disk_blocks
+
+
 def test_a_document_larger_than_the_quota_is_not_kept(tiny: Path, tmp_path: Path) -> None:
     with opened(tiny, tmp_path, disk_mib=0.1) as llm:
         answer(llm, DOCUMENT, ONE)

@@ -42,11 +42,12 @@ class Engine:
         clock: Clock,
         config: EngineConfig,
         saved: Sequence[Iterable[tuple[int, Content]]] = (),
+        seal_disks: bool = False,
     ) -> None:
         self.config, self._clock = config, clock
         self._queues = Queues(config.cluster, config.max_steps_in_flight)
         self._ranks, self._intake = Ranks(executor), Intake(config.seed)
-        self.kv = KvManager(config, self._queues, self._ranks.number, saved=saved)
+        self.kv = KvManager(config, self._queues, self._ranks.number, saved=saved, seal_disks=seal_disks)
         self._lifecycle = Lifecycle(config, self._queues, self.kv, self._ranks, clock)
         self.counts: Counts = self._lifecycle.counts
         self._regrouping: Regrouping | None = None  # None before the first change of clusters

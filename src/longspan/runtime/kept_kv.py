@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from longspan.core.blocks import BlockRef, chain_key
-from longspan.core.kv.manager import KvManager
+from longspan.core.blocks import chain_key
 from longspan.runtime.disk_pool import KEPT, DamagedError, Header, lock_folder, read_header
 
 
@@ -46,20 +45,6 @@ def keep(folder: Path, tokens: Sequence[int], block_size: int, *, model: str) ->
         unfinished.write_text(json.dumps({"model": model, "tokens": len(tokens)}), encoding="utf-8")
         unfinished.replace(folder / KEPT)
     return num_bytes
-
-
-def keep_saved(kv: KvManager, disks: Iterable[int]) -> None:
-    """Add a reference to each saved block of disks, so that it is not evicted, and take all other blocks.
-
-    The disks then have no free block, and no other block is saved.
-    """
-    for disk in disks:
-        pool = kv.pool(disk)
-        blank = pool.allocate(pool.num_free - pool.num_cached)
-        saved = [block for block in range(pool.num_blocks) if block not in pool.in_use]
-        for block in saved:
-            pool.share(block)
-        kv.kept += [BlockRef(disk, block) for block in (*blank, *saved)]
 
 
 def is_kept(folder: Path) -> bool:

@@ -49,13 +49,14 @@ class KvManager:
     Args:
         number: returns the next step's number.
         saved: the contents of each disk from an earlier run, by block, least recently used first.
+        seal_disks: let disks have the `saved` blocks only, and never evict them.
 
     Attributes:
         counts: the moves between tiers so far.
         account: the pools, and the tables of requests. Policies see it as a `KvView`.
         swaps: the moves between tiers. None without host pools.
         transfers: the transfers to decode instances. None before the first.
-        kept: blocks on disks with one more reference, so that they are not evicted.
+        kept: blocks on sealed disks, with one more reference.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class KvManager:
         number: Callable[[], int],
         *,
         saved: Sequence[Iterable[tuple[int, Content]]] = (),
+        seal_disks: bool = False,
     ) -> None:
         self._config, self._requests, self._running, self._number = config, queues.requests, queues.running, number
-        self.counts, self.kept = TierCounts(), list[BlockRef]()
+        self.counts, self.kept, self._seal_disks = TierCounts(), list[BlockRef](), seal_disks
         self.swaps: Swaps | None = None
         self.transfers: Transfers | None = None
         if config.cluster.host_blocks and config.prefix_caching:
@@ -79,6 +81,7 @@ class KvManager:
         self._use_pools(config.cluster, None)
         for pool, contents in zip(config.cluster.disk_pools, saved, strict=False):
             self.pool(pool).restore(contents)
+        self._seal()
 
     def _use_pools(self, cluster: Cluster, before: KvAccount | None) -> None:
         """Create the pools of a cluster. Keep the pools `before` on hosts and disks, if given."""
@@ -89,6 +92,11 @@ class KvManager:
             return
         size, caching = self._config.block_size, self._config.prefix_caching
         self.account = KvAccount(cluster.pool_blocks, block_size=size, prefix_caching=caching)
+
+    def _seal(self) -> None:
+        """Seal new pools of disks, which then have no free block."""
+        disks = self._cluster.disk_pools if self._seal_disks else ()
+        self.kept = [BlockRef(disk, block) for disk in disks for block in self.pool(disk).seal()]
 
     def pool(self, number: int) -> BlockPool:
         return self.account.pool(number)
@@ -327,6 +335,8 @@ class KvManager:
             self.swaps.forget_copies()
             self.swaps.release_hosted(requests, self._cluster.host_pools)
         self._use_pools(self._cluster, self.account if keep else None)
+        if not keep:
+            self._seal()
         for request in requests:
             request.lose_kv()
             self._update(request)

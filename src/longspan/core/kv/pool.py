@@ -169,6 +169,18 @@ class BlockPool:
                 self._cached[block] = None
         self._blank = [block for block in self._blank if block not in self._cached]  # still a heap, since sorted
 
+    def seal(self) -> list[int]:
+        """Add a reference to each cached block and remove all blank blocks, so that no content changes.
+
+        Return the cached blocks.
+        """
+        cached = [*self._cached]
+        for block in cached:
+            self.share(block)
+        self.num_blocks -= len(self._blank)
+        self._blank.clear()
+        return cached
+
     def forget(self, block: int) -> None:
         """Unpublish the content of a block in use, which may be damaged."""
         assert block in self._references, "unused blocks are evicted"
