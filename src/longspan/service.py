@@ -18,7 +18,7 @@ from longspan.core.engine import Engine
 from longspan.core.options import PolicySettings
 from longspan.core.sparse import is_tuned
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
-from longspan.model.files import ModelFiles
+from longspan.model.files import ModelFiles, lock_folder
 from longspan.pool_sizes import by_rule, measures_memory, memory_remedy, unbounded
 from longspan.resolve import ResolvedEngine, check_windows, kernels_of
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor
@@ -72,6 +72,8 @@ class Service:
         self.setup = setup = ResolvedEngine.of(given, kv_bytes=unbounded if is_measured else by_rule(given))
         cluster = setup.config.cluster
         self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.record.block_bytes
+        with suppress(OSError):  # a cache that this user cannot write to
+            acquired.enter_context(closing(lock_folder(self.files.config_dir, shared=True)))
         tokenizer = None if given.skip_tokenizer_init else _load_tokenizer(self.files)
         self._host_memory: list[HostMemory] = []
         self._disks: dict[int, DiskPool] = {}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from engines import ThreadLLM
 from fake_llm import run
 
 import longspan
-from longspan.runtime.disk_pool import lock_folder
+from longspan.model.files import lock_folder
 
 Capture = pytest.CaptureFixture[str]
 Type = Callable[[str], None]
@@ -67,6 +69,61 @@ def test_a_refused_command_keeps_the_document(
     assert run("ask", "b.txt", "What?", "--keep", "sea", "--disk-kv-dir", "elsewhere") == 2
     capsys.readouterr()
     assert ask("What is the key?", "--keep", "sea")["cached_tokens"] > 0
+
+
+def test_a_failed_start_or_answer_keeps_the_document(
+    ask: Callable[..., dict[str, Any]],
+    speaking_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    ask("a.txt", "Which colour?", "--keep", "sea")
+    (tmp_path / "b.txt").write_text("Something else.")
+    command = ("ask", "b.txt", "What?", "--keep", "sea", "--block-size", "16")
+    assert run(*command, "--model", str(tmp_path / "none")) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr("longspan.cli.ask.stream_to_stdout", mock.Mock(side_effect=ValueError("no answer")))
+        assert run(*command, "--model", str(speaking_model)) == 2
+    assert "has changed" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "cache/documents").iterdir()] == ["sea"]
+    assert ask("What is the key?", "--keep", "sea")["cached_tokens"] > 0
+    assert ask("b.txt", "What?", "--keep", "sea")["cached_tokens"] == 0
+    assert [path.name for path in (tmp_path / "cache/documents").iterdir()] == ["sea"]
+
+
+def test_a_document_kept_under_another_root_key_is_noted(ask: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Sparse attention, for example, changes the root key."""
+    ask("a.txt", "Which colour?", "--keep", "sea")
+    [mark] = (tmp_path / "cache/documents/sea").glob("*/kept.json")
+    mark.write_text(json.dumps({**json.loads(mark.read_text()), "root": "00"}))
+    assert "other settings of sparse attention" in ask("What is the key?", "--keep", "sea")["notes"]
+
+
+def test_a_name_in_use_is_named(
+    ask: Callable[..., dict[str, Any]], speaking_model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    ask("a.txt", "Which colour?", "--keep", "sea")
+    [host] = (tmp_path / "cache/documents/sea").glob("*/host-0")
+    (tmp_path / "b.txt").write_text("Something else.")
+    with closing(lock_folder(host)):
+        for file in ("a.txt", "b.txt"):
+            options = ("--model", str(speaking_model), "--block-size", "16", "--disk-kv-gib", "0.01")
+            assert run("ask", file, "What?", "--keep", "sea", *options) == 2
+            error = capsys.readouterr().err
+            assert "--keep 'sea'" in error and "another" in error and "--disk-kv-dir" not in error
+
+
+def test_weights_in_use_are_not_dropped(
+    ask: Callable[..., dict[str, Any]], speaking_model: Path, capsys: Capture
+) -> None:
+    ask("a.txt", "Which colour?")
+    with ThreadLLM(str(speaking_model)):
+        assert run("cache", "drop", "weights") == 2
+        assert "running engine" in capsys.readouterr().err
+        [entry] = listed(capsys, "weights")
+    assert run("cache", "drop", "weights", entry["name"]) == 0
+    assert not listed(capsys, "weights")
 
 
 def test_a_damaged_record_is_replaced_with_its_document(ask: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
+from typing import IO
 
 import pytest
 from engines import ThreadLLM
 
 from longspan import SamplingParams
 from longspan.core.kv.check import violations
+from longspan.model.files import lock_folder
 from longspan.outputs import RequestOutput
-from longspan.runtime import kept_kv
+from longspan.runtime import disk_pool, kept_kv
 
 DOCUMENT = [7 + number % 90 for number in range(100)]
 ONE, OTHER = [3, 4, 5], [6, 3, 9, 2]
@@ -120,6 +123,48 @@ def test_pools_on_disks_have_the_blocks_of_the_document_and_none_after_a_reset(t
 
 def num_disk_blocks(llm: ThreadLLM) -> int:
     return llm.engine.load().disk_blocks
+
+
+def test_a_document_kept_by_another_process_just_before_the_lock_is_read_only(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = kept(tiny, tmp_path)
+    files, mark = sorted(model.glob("host-*/*.kv")), model / disk_pool.KEPT
+    hidden = mark.rename(tmp_path / "hidden")
+    lock = disk_pool.lock_folder
+
+    def late(folder: Path, *, shared: bool = False) -> object:
+        if hidden.exists():
+            hidden.rename(mark)
+        return lock(folder, shared=shared)
+
+    monkeypatch.setattr(disk_pool, "lock_folder", late)
+    with opened(tiny, tmp_path) as llm:
+        assert answer(llm, DOCUMENT, OTHER).num_cached_tokens
+        answer(llm, [1, 2] * 40)
+    assert sorted(model.glob("host-*/*.kv")) == files
+
+
+def test_the_record_has_the_root_of_the_prefix_keys(tiny: Path, tmp_path: Path) -> None:
+    model = kept(tiny, tmp_path)
+    with opened(tiny, tmp_path) as llm:
+        assert kept_kv.record(model)["root"] == llm.engine.root_key(len(DOCUMENT)).hex()
+
+
+def test_a_lock_of_a_removed_folder_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, flock = tmp_path / "folder", fcntl.flock
+    folder.mkdir()
+
+    def late(file: IO[bytes], how: int) -> None:
+        flock(file, how)
+        if removals:
+            removals.pop()
+            (folder / "lock").unlink()
+
+    removals = [True]
+    monkeypatch.setattr(fcntl, "flock", late)
+    with lock_folder(folder), pytest.raises(BlockingIOError):
+        lock_folder(folder)
 
 
 def test_a_document_larger_than_the_quota_is_not_kept(tiny: Path, tmp_path: Path) -> None:

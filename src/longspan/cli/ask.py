@@ -66,10 +66,12 @@ def ask(
     content = content if kept is None else kept.content
     assert content is not None, "without --keep there are files"
     question = question.strip()
-    with start(model, engine if kept is None else kept.engine(engine), seed=sampling.seed) as llm:
+    with (start if kept is None else kept.start)(model, engine, seed=sampling.seed) as llm:
         conversation = Conversation(llm, content)
         prompt = conversation.prompt(question)
         check_fits(llm, prompt)
+        if kept is not None:
+            kept.check(llm, prompt)
         cited = _cited(llm, conversation, content, question) if citations else None
         output = stream_to_stdout(llm, prompt, params if cited is None else cited.params(params), quiet=as_json)
         moved = (llm.bytes_exchanged, llm.bytes_between_hosts)
@@ -77,7 +79,7 @@ def ask(
         is_cited = cited is not None and output.prompt_attention is not None and completion.finish_reason != "abort"
         passages = cited.citations(output, citations) if cited is not None and is_cited else []
         if kept is not None:
-            kept.save(llm, conversation.shared_tokens(question), block_size=engine.block_size)
+            kept.save(llm, conversation.shared_tokens(question))
     if kept is not None:
         kept.finish(model)
     if as_json:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from longspan.cli.options import verb
 from longspan.cli.outputs import note, number_table
 from longspan.core.options import Option
 from longspan.errors import ParameterError
-from longspan.model.files import cache_root
+from longspan.model.files import cache_root, lock_folder
 
 Kind = Literal["weights", "kv", "documents"]
 
@@ -58,7 +58,7 @@ def cache(
 ) -> None:
     """List or remove converted weights, KV on disk and kept documents.
 
-    KV and documents that another process uses are not removed.
+    What another process uses is not removed.
     """
     entries = [entry for entry in _entries() if kind in (None, entry.kind) and name in (None, entry.name)]
     if name is not None and not entries:
@@ -152,11 +152,13 @@ def _drop_weights(folder: Path) -> None:
     from filelock import FileLock, Timeout  # noqa: PLC0415 - needed here only
 
     try:
-        with FileLock(f"{folder}.lock", timeout=0):
+        with FileLock(f"{folder}.lock", timeout=0), closing(lock_folder(folder)):
             shutil.rmtree(folder)
     except Timeout:
         problem = f"{folder.name} is being converted by another process: stop that first, or give another name"
         raise ParameterError("name", problem, folder.name) from None
+    except BlockingIOError:
+        raise ParameterError("name", f"{folder.name} is used by a running engine: stop it first", folder.name) from None
 
 
 def _drop_kv(folder: Path) -> None:

@@ -73,15 +73,17 @@ def chat(
     with ExitStack() as stack:
         if kept is not None:
             stack.callback(kept.finish, model)
-        llm = stack.enter_context(start(model, engine if kept is None else kept.engine(engine), seed=sampling.seed))
+        llm = stack.enter_context((start if kept is None else kept.start)(model, engine, seed=sampling.seed))
         conversation = Conversation(llm, content)
         check_fits(llm, conversation.prompt("Hello"))  # raises early, also if there is no template or it refuses
+        if kept is not None:
+            kept.check(llm, conversation.prompt("Hello"))
         try:
             _converse(llm, params, conversation)
         finally:  # also after Ctrl-C between answers
             if kept is not None:
                 conversation.reset()
-                kept.save(llm, conversation.shared_tokens("Hello"), block_size=engine.block_size)
+                kept.save(llm, conversation.shared_tokens("Hello"))
 
 
 def _converse(llm: LLM, params: SamplingParams, conversation: Conversation) -> None:

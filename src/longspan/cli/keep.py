@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 from longspan.cli.documents import Content
+from longspan.cli.options import start
 from longspan.cli.outputs import note
 from longspan.core.options import Option
 from longspan.errors import ParameterError
@@ -36,7 +39,7 @@ def folder_of_documents() -> Path:
 
 
 class Kept:
-    """A name with its document. A name whose content differs from the given files is replaced by `engine`.
+    """A name with its document. Once the given files are saved, they replace other content of the name.
 
     Args:
         given: the content for the name. None to use the stored content.
@@ -53,7 +56,8 @@ class Kept:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ParameterError("keep", f"must be letters, digits, '.', '-' and '_', but {name!r} given", name)
         self.name, self._folder = name, folder_of_documents() / name
-        self._saved: tuple[Path, Sequence[int], int] | None = None
+        self._unfinished = self._folder.with_name(f".{name}.unfinished")
+        self._saved: tuple[str, Sequence[int], int] | None = None
         self._is_stale = False  # the folder has the KV of other content, or of content that is not known
         for option, value in fixed.items():
             if given is None and value is not None:
@@ -68,38 +72,73 @@ class Kept:
         assert content is not None, "checked above"
         self.content = content
 
-    def engine(self, engine: EngineArgs) -> EngineArgs:
-        """Return the options with the tiers that the document needs. Raise ParameterError if the name is in use."""
+    @contextmanager
+    def start(self, model: str, engine: EngineArgs, *, seed: int | None) -> Iterator[LLM]:
+        """Start an engine with the tiers that the document needs. Raise ParameterError if the name is in use."""
+        with ExitStack() as stack:
+            stack.callback(self._remove_unsaved)
+            try:
+                llm = stack.enter_context(start(model, self._engine(engine), seed=seed))
+            except ParameterError as error:
+                if error.parameter != "disk_kv_dir" or engine.disk_kv_dir is not None:
+                    raise
+                raise ParameterError("keep", f"{self.name!r} cannot be used: {error.problem}", self.name) from None
+            yield llm
+
+    def _engine(self, engine: EngineArgs) -> EngineArgs:
         if engine.disk_kv_dir is not None:
             raise ParameterError("disk_kv_dir", "is set by `keep`: leave one of them out", engine.disk_kv_dir)
         if self._is_stale:
-            self._drop()
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files contain the user's text
+            self._prepare_replacement()
+        self._present.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files contain the user's text
         return replace(
             engine,
             host_kv_gib=engine.host_kv_gib or HOST_GIB,
             disk_kv_gib=engine.disk_kv_gib or max(DISK_GIB, self._stored_gib()),
-            disk_kv_dir=str(self._folder),
+            disk_kv_dir=str(self._present),
         )
 
-    def save(self, llm: LLM, tokens: Sequence[int], *, block_size: int) -> None:
+    @property
+    def _present(self) -> Path:
+        """The folder of the content, which is a new one until it replaces other content."""
+        return self._unfinished if self._is_stale else self._folder
+
+    def check(self, llm: LLM, prompt: Sequence[int]) -> None:
+        """Note if the KV was kept with settings under which this prompt cannot use it."""
+        from longspan.runtime import kept_kv  # noqa: PLC0415 - needed for kept documents only
+        from longspan.runtime.disk_pool import name_of_kv  # noqa: PLC0415
+
+        name = name_of_kv(llm.service.files, llm.engine.config.block_size)
+        root = kept_kv.record(self._present / name).get("root")
+        if root not in (None, llm.engine.root_key(len(prompt)).hex()):
+            problem = f"{self.name} was kept with other settings of sparse attention or rotary embeddings"
+            remedy = f"to keep it with these, first run longspan cache drop documents {self.name}"
+            note(f"{problem}: its KV is computed again, and not kept ({remedy})")
+
+    def save(self, llm: LLM, tokens: Sequence[int]) -> None:
         """Store the content, whose `tokens` all prompts begin with. Wait until the KV of ended requests is on disk."""
         from longspan.runtime.disk_pool import name_of_kv  # noqa: PLC0415 - needed for kept documents only
 
         if not llm.engine.settle(_SAVE_S):
             note(f"the KV of {self.name} is not on disk after {_SAVE_S:g} s")
-        write_file(self._folder / _RECORD, self.content.to_json())
-        self._saved = self._folder / name_of_kv(llm.service.files, block_size), tokens, block_size
+        block_size = llm.engine.config.block_size
+        write_file(self._present / _RECORD, self.content.to_json())
+        self._saved = name_of_kv(llm.service.files, block_size), tokens, block_size
 
     def finish(self, model: str) -> None:
         """Make the saved KV of the content read-only. The engine has ended."""
         from longspan.runtime import kept_kv  # noqa: PLC0415 - needed for kept documents only
 
-        if self._saved is None or kept_kv.is_kept(self._saved[0]):
+        if self._saved is None:
             return
-        folder, tokens, block_size = self._saved
+        name, tokens, block_size = self._saved
         try:
-            num_bytes = kept_kv.keep(folder, tokens, block_size, model=model)
+            if self._is_stale:
+                kept_kv.replace(self._folder, self._unfinished)
+                self._is_stale = False
+            if kept_kv.is_kept(self._folder / name):
+                return
+            num_bytes = kept_kv.keep(self._folder / name, tokens, block_size, model=model)
         except kept_kv.KvInUseError as error:
             note(f"the KV of {self.name} is not kept yet: {error}")
             return
@@ -121,12 +160,19 @@ class Kept:
 
     def _stored_gib(self) -> int:
         """Return the size of the stored KV, rounded up."""
-        return math.ceil(sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file()) / 2**30)
+        return math.ceil(sum(path.stat().st_size for path in self._present.rglob("*") if path.is_file()) / 2**30)
 
-    def _drop(self) -> None:
+    def _remove_unsaved(self) -> None:
+        if self._is_stale and self._saved is None:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+
+    def _prepare_replacement(self) -> None:
+        """Remove the rest of an earlier replacement. Raise ParameterError if another process uses the name."""
         from longspan.runtime import kept_kv  # noqa: PLC0415 - needed for kept documents only
 
         try:
-            kept_kv.drop(self._folder)
+            kept_kv.check_unused(self._folder)
+            if self._unfinished.exists():
+                kept_kv.drop(self._unfinished)
         except kept_kv.KvInUseError as error:
             raise ParameterError("keep", f"{self.name!r} cannot be replaced: {error}", self.name) from None

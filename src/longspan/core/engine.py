@@ -13,7 +13,7 @@ from longspan.core.lifecycle import Clock, Lifecycle
 from longspan.core.policy import Policy
 from longspan.core.queues import Queues
 from longspan.core.ranks import Ranks
-from longspan.core.request import FinishReason, Request
+from longspan.core.request import FinishReason, Request, root_key
 from longspan.core.sampling import SamplingParams
 from longspan.core.stats import Counts, Load
 from longspan.core.steps import Content, Executor
@@ -59,6 +59,11 @@ class Engine:
     def check(self, num_prompt_tokens: int) -> None:
         """Raise ValueError for a prompt that is empty, too long for any output, or refused by the policy."""
         self._intake.check(num_prompt_tokens, *self._target())
+
+    def root_key(self, num_prompt_tokens: int) -> bytes:
+        """Return the root of the prefix keys of such a prompt without a salt. KV is shared under one root only."""
+        policy, config = self._target()
+        return root_key(config.rope_length(num_prompt_tokens), config.sparse(policy, num_prompt_tokens))
 
     def add(self, prompt: Sequence[int], params: SamplingParams, **options: Unpack[RequestOptions]) -> Request:
         """Queue a request. While clusters change, apply the limits and settings that hold after the change.

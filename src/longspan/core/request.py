@@ -211,9 +211,7 @@ class Request:
     def parent_key(self, index: int) -> bytes:
         """Return the prefix key of all tokens before block `index`, which must be known."""
         if index == 0:
-            root = ROOT if not self.rope_length else b"rope%d" % self.rope_length
-            root = root if self.sparse is None else root + self.sparse.key
-            return root if not self.cache_salt else root + _salt_key(self.cache_salt)
+            return root_key(self.rope_length, self.sparse, self.cache_salt)
         while len(self._keys) < index:
             block = len(self._keys)
             tokens = self.tokens(block * self.block_size, (block + 1) * self.block_size)
@@ -365,9 +363,13 @@ class Request:
         return "length" if len(self.output) >= self.max_tokens else None
 
 
-def _salt_key(cache_salt: str) -> bytes:
-    """Return a hash of a salt. A disk tier does not store the salt itself."""
-    return b"salt" + hashlib.blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def root_key(rope_length: int, sparse: SparseSetting | None, cache_salt: str = "") -> bytes:
+    """Return the prefix key before the first token. It has a hash of the salt, so that disks do not store the salt."""
+    root = ROOT if not rope_length else b"rope%d" % rope_length
+    root = root if sparse is None else root + sparse.key
+    if not cache_salt:
+        return root
+    return root + b"salt" + hashlib.blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 class ContextLengthError(ValueError):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 Quantization = Literal["int8", "int4"]
 _LFS_POINTER = b"version https://git-lfs"
@@ -82,6 +84,23 @@ def make_writable(folder: Path) -> None:
         ) from error
     if not os.access(folder, os.W_OK):
         raise ModelError(f"the cache folder {folder} cannot be written to; set LONGSPAN_CACHE to another folder")
+
+
+def lock_folder(folder: Path, *, shared: bool = False) -> IO[bytes]:
+    """Lock a folder for one owner, or for one of several readers. Closing the returned file releases the lock.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+        OSError: the folder cannot be written to, or was removed.
+    """
+    path = folder / "lock"
+    while True:
+        with ExitStack() as acquired:
+            lock: IO[bytes] = acquired.enter_context(path.open("ab"))
+            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            if os.fstat(lock.fileno()).st_nlink:  # otherwise its owner has removed the folder
+                acquired.pop_all()  # the caller closes it
+                return lock
 
 
 def not_written(path: Path, error: Exception) -> ModelError:

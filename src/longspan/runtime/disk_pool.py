@@ -9,7 +9,6 @@ record (`core/kv_record.py`).
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -29,7 +28,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.kv_record import KvRecord
 from longspan.core.steps import Content, MoveKV
 from longspan.errors import ParameterError
-from longspan.model.files import ModelFiles, cache_root
+from longspan.model.files import ModelFiles, cache_root, lock_folder
 from longspan.model.store import DTYPES
 from longspan.runtime.block_records import BlockRecords
 from longspan.runtime.host_pool import HostMemory, map_blocks
@@ -70,19 +69,6 @@ def read_header(file: IO[bytes]) -> tuple[Header, int]:
         raise DamagedError("the header is damaged") from error
 
 
-def lock_folder(folder: Path, *, shared: bool = False) -> IO[bytes]:
-    """Lock a folder for its only writer, or for one of several readers. Closing the returned file releases the lock.
-
-    Raises:
-        BlockingIOError: another process has locked it.
-    """
-    with ExitStack() as acquired:
-        lock: IO[bytes] = acquired.enter_context((folder / "lock").open("ab"))
-        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        acquired.pop_all()  # the caller closes it
-    return lock
-
-
 class DiskPool:
     """KV blocks in a folder that one server locks, or that several lock if it is read-only.
 
@@ -106,11 +92,10 @@ class DiskPool:
         self._parts = [field.flatten(1).view(torch.uint8).numpy() for field in fields]
         self._block_bytes = sum(part.shape[1] for part in self._parts)
         self._is_writable = True
-        self.is_kept = (folder.parent / KEPT).exists()
         with ExitStack() as acquired:
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # headers contain the tokens of prompts
-                self._lock = acquired.enter_context(lock_folder(folder, shared=self.is_kept))
+                self._lock = acquired.enter_context(self._locked())
                 self._kept = sorted(folder.parent.glob("host-*/*.kv"))[:num_blocks] if self.is_kept else []
                 if not self.is_kept:
                     self._prepare()
@@ -119,6 +104,15 @@ class DiskPool:
             except OSError as error:
                 raise ParameterError("disk_kv_dir", f"{folder} cannot be used ({error}): give another one") from error
             acquired.pop_all()  # `close` releases the lock from now on
+
+    def _locked(self) -> IO[bytes]:
+        """Lock the folder and set `is_kept`, which another process can change until the folder is locked."""
+        while True:
+            self.is_kept = (self._folder.parent / KEPT).exists()
+            lock = lock_folder(self._folder, shared=self.is_kept)
+            if (self._folder.parent / KEPT).exists() == self.is_kept:
+                return lock
+            lock.close()
 
     def _prepare(self) -> None:
         """Remove files beyond the size of the pool. Raise ParameterError if there is no space for the pool."""

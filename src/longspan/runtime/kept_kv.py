@@ -13,7 +13,8 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from longspan.core.blocks import chain_key
-from longspan.runtime.disk_pool import KEPT, DamagedError, Header, lock_folder, read_header
+from longspan.model.files import lock_folder
+from longspan.runtime.disk_pool import KEPT, DamagedError, Header, read_header
 
 
 class KvInUseError(ValueError):
@@ -35,14 +36,17 @@ def keep(folder: Path, tokens: Sequence[int], block_size: int, *, model: str) ->
     """
     with _locked([folder]):
         headers = dict(_headers(folder))
-        chain = max((_chain(headers, root, tokens, block_size) for root in _parents(headers)), key=len, default=[])
+        chains = {root: _chain(headers, root, tokens, block_size) for root in _parents(headers)}
+        root = max(chains, key=lambda root: len(chains[root]), default=b"")
+        chain = chains.get(root, [])
         if len(chain) < len(tokens) // block_size:
             return None
         for path in headers.keys() - set(chain):
             path.unlink(missing_ok=True)
         num_bytes = sum(path.stat().st_size for path in chain)
         unfinished = folder / f"{KEPT}.unfinished"
-        unfinished.write_text(json.dumps({"model": model, "tokens": len(tokens)}), encoding="utf-8")
+        fields = {"model": model, "tokens": len(tokens), "root": root.hex()}
+        unfinished.write_text(json.dumps(fields), encoding="utf-8")
         unfinished.replace(folder / KEPT)
     return num_bytes
 
@@ -53,7 +57,10 @@ def is_kept(folder: Path) -> bool:
 
 
 def record(folder: Path) -> dict[str, object]:
-    """Return the model and the number of tokens of a kept document. Empty if it is not complete or not readable."""
+    """Return the model, the number of tokens and the root key of a kept document.
+
+    Empty if it is not complete or not readable.
+    """
     try:
         fields: dict[str, object] = json.loads((folder / KEPT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -61,9 +68,21 @@ def record(folder: Path) -> dict[str, object]:
     return fields
 
 
+def check_unused(folder: Path) -> None:
+    """Raise KvInUseError if another process uses a document."""
+    with _locked(_models(folder)):
+        pass
+
+
+def replace(folder: Path, new: Path) -> None:
+    """Replace a document by another, which gets its name. Raise KvInUseError if another process uses the first."""
+    drop(folder)
+    new.rename(folder)
+
+
 def drop(folder: Path) -> None:
     """Remove a document with its KV of all models. Raise KvInUseError if another process uses it."""
-    with _locked([path for path in folder.glob("*") if path.is_dir()]):
+    with _locked(_models(folder)):
         shutil.rmtree(folder)
 
 
@@ -71,6 +90,10 @@ def drop_model(folder: Path) -> None:
     """Remove the KV of one model. Raise KvInUseError if another process uses it."""
     with _locked([folder]):
         shutil.rmtree(folder)
+
+
+def _models(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*") if path.is_dir()]
 
 
 @contextmanager
