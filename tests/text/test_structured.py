@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from draws import cases, changed, logits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cost import LinearCost
+from llguidance import LLMatcher
 from refusals import refused
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -166,6 +168,20 @@ def test_after_the_end_there_are_only_ends() -> None:
             ended.add([EOS[1]])
         ended.add(ids("no"))  # sampled before the end was known
         assert tokens_in(ended.allowed()) == set(EOS) and not ended.error
+
+
+def test_requests_with_equal_grammars_compile_one_and_have_their_own_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = mock.Mock(wraps=LLMatcher)
+    monkeypatch.setattr("longspan.runtime.grammar.LLMatcher", compiled)
+    form = {"choice": ["one", "other", "together"]}
+    first, second, third = (guide(**form) for _ in range(3))
+    begin = tokens_in(first.allowed())
+    first.add(ids("other"))
+    second.add(ids("no"))
+    assert tokens_in(first.allowed()) == set(EOS)
+    assert second.allowed() is None and second.error
+    assert tokens_in(third.allowed()) == begin and not third.error
+    assert compiled.call_count == 1
 
 
 def test_bans_count_unless_nothing_else_is_left() -> None:

@@ -85,7 +85,7 @@ def _read(path: Path) -> Document:
 
 
 def _in_folder(folder: Path) -> Iterator[Document]:
-    """Yield the files of a folder and its folders that have a text. Hidden files and folders are left out."""
+    """Yield the files of a folder and its folders that contain text, except hidden files and folders."""
     num_read, skipped = 0, list[str]()
     for path in _files_in(folder):
         try:

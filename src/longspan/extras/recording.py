@@ -163,9 +163,8 @@ class Recorder:
         """Return the recording up to now, or its last seconds. Call it between two steps of the engine."""
         at_s, load = self._at(), self._engine.load()
         since_s = 0.0 if last_s is None else at_s - last_s
-        served = tuple(
-            sorted((one for one in self._served if one.finished_s >= since_s), key=lambda served: served.index)
-        )
+        finished = [request for request in self._served if request.finished_s >= since_s]
+        served = tuple(sorted(finished, key=lambda request: request.index))
         timeline = self._timeline.since(since_s, served)
         timeline.moments.append(moment_of(at_s, self._engine))
         before_s = self._busy_s if len(self._busy_s) == len(load.busy_s) else [0.0] * len(load.busy_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from longspan.text.grammar_check import LIMITS, first_line
 from longspan.text.tokenizer import grammar_vocabulary, load_tokenizer
 
 _log = logging.getLogger("longspan.worker")
+_MAX_COMPILED = 16
+"""Compiled grammars that a rank keeps. 200 tools take 6 MiB. Other requests with the same grammar take 0.5 MiB each."""
 
 
 class Vocabulary:
@@ -25,6 +27,7 @@ class Vocabulary:
 
     def __init__(self, files: ModelFiles, *, size: int, eos_token_ids: Sequence[int]) -> None:
         self._files, self.size, self._eos_token_ids = files, size, eos_token_ids
+        self._compiled = lru_cache(_MAX_COMPILED)(self._compile)
 
     @cached_property
     def tokens(self) -> LLTokenizer:
@@ -32,6 +35,13 @@ class Vocabulary:
         _log.info("structured outputs: reading the vocabulary")
         tokenizer = load_tokenizer(self._files)
         return grammar_vocabulary(tokenizer, vocab_size=self.size, eos_token_ids=self._eos_token_ids)
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Return a matcher at the begin of a grammar, which is compiled once for several requests."""
+        return self._compiled(grammar).deep_copy()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self.tokens, grammar, log_level=0, limits=LIMITS)
 
     @cached_property
     def has_logits(self) -> npt.NDArray[np.uint32]:
@@ -102,4 +112,4 @@ class GrammarMatcher:
 
     @cached_property
     def _matcher(self) -> LLMatcher:
-        return LLMatcher(self._vocabulary.tokens, self._grammar, log_level=0, limits=LIMITS)
+        return self._vocabulary.matcher(self._grammar)

@@ -1,8 +1,8 @@
 """The attention that the tokens of a prompt get from tokens at its end, over all layers and heads of a rank.
 
 After the exchange of a layer, the queries are sent to all members of the group. Each member computes their scores with
-its own keys. Members then exchange the log-sum-exps of these scores. So each weight is the softmax over all
-keys, wherever they are: on devices or on hosts. Sums over ranks are made by the controller.
+its own keys. Members then exchange the log-sum-exps of these scores, so that each weight is a softmax over all keys on
+devices and on hosts. The controller sums the weights of the ranks.
 """
 
 from __future__ import annotations
