@@ -16,7 +16,7 @@ from typing import Any
 import models
 import pytest
 import transformers
-from models import CELLS, FAULTS, RESULTS, Cell, Row, TinyModel, all_rows, fill, keys_of, run
+from models import CELLS, FAULTS, RESULTS, Cell, Row, TinyModel, all_rows, fill, keys_of
 from tiny_types import causal_types
 
 from longspan.errors import ParameterError
@@ -120,23 +120,33 @@ def test_a_model_that_ignores_its_prompt_is_not_compared(monkeypatch: pytest.Mon
     assert cell == {"verdict": "not tried", "reason": "its answers hardly depend on the prompt"}
 
 
-class _Doomed:
-    """Ends its process in one cell, and hangs in another."""
+_DOOMED = """
+import json, os, time
+import models
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+class Doomed:
+    def __init__(self, *_, **__):
         pass
 
-    def cell(self, name: str) -> Cell:
+    def cell(self, name):
         if name == "2":
             os._exit(3)
         if name == "pp2":
             time.sleep(60)
         return {"verdict": "exact"}
 
+models.TinyModel = Doomed
+[(_, cells)] = models.run([models.Row(kind="llama")], 1, 2.0, is_quiet=True)
+print(json.dumps(cells))
+"""
+"""Ends its process in one cell, and hangs in another."""
 
-def test_a_process_that_ends_or_hangs_loses_one_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "TinyModel", _Doomed)
-    [(_, cells)] = run([Row(kind="llama")], 1, 2.0, is_quiet=True)
+
+def test_a_process_that_ends_or_hangs_loses_one_cell() -> None:
+    """In a new process: `run` forks, which fails if the process of the tests has mapped more memory than there is."""
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", _DOOMED], check=True, env=paths, stdout=subprocess.PIPE, text=True)
+    cells = json.loads(ran.stdout.splitlines()[-1])
     assert {name: cell["verdict"] for name, cell in cells.items()} == {
         "1": "exact",
         "2": "lost",

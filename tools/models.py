@@ -237,7 +237,8 @@ def run(rows: Sequence[Row], jobs: int, limit_s: float, *, is_quiet: bool) -> It
 
 
 def _start(row: Row, cells: dict[str, Cell], *, folder: str, limit_s: float, is_quiet: bool) -> _Job:
-    # A fork of this process, which has imported all modules and computed nothing, starts immediately.
+    # A fork of this process, which has imported all modules and computed nothing, starts immediately. A fork of a
+    # process that has mapped more memory than the host has fails: call `run` in a process of its own.
     context = multiprocessing.get_context("fork")
     results, sender = context.Pipe(duplex=False)
     missing = [name for name in CELLS if name not in cells]
