@@ -57,7 +57,9 @@ def _patterns(form: CallFormat, *, is_first: bool) -> _Patterns:
 
 
 class CallReader:
-    """Parses one streamed output. Everything that cannot be the beginning of a call is text.
+    """Parses one streamed output. Before the first call, everything that cannot be its beginning is text.
+
+    Text after a call is dropped.
 
     Args:
         functions: the schemas of parameters by function. In a format without markers, only these are called.

@@ -142,7 +142,7 @@ class Detokenizer:
         self._stop = tuple(filter(None, stop))
         self._num_unchecked = min_tokens
         self._pending = ""  # decoded, not released
-        self._start = 0  # first position in _pending where a stop string may begin
+        self._min_end = 0  # stop strings end after this position in _pending
 
     def add(self, token_ids: Sequence[int], finished: bool = False) -> str:
         """Add the next output tokens and return the text that they release. `finished` releases the rest."""
@@ -151,24 +151,25 @@ class Detokenizer:
         self._pending += self._stream.add(token_ids, finished)
         if self._num_unchecked > 0:
             self._num_unchecked -= len(token_ids)
-            self._start = len(self._pending)
+            self._min_end = len(self._pending)
         if first := self._first_stop():
             at, self.stopped_by = first
             return self._release(at)
         return self._release(len(self._pending) - (0 if finished else self._num_held()))
 
     def _first_stop(self) -> tuple[int, str] | None:
-        hits = [(at, stop) for stop in self._stop if (at := self._pending.find(stop, self._start)) >= 0]
+        begins = [(stop, max(0, self._min_end + 1 - len(stop))) for stop in self._stop]
+        hits = [(at, stop) for stop, begin in begins if (at := self._pending.find(stop, begin)) >= 0]
         return min(hits, key=lambda hit: hit[0], default=None)
 
     def _num_held(self) -> int:
-        longest = min(max(map(len, self._stop), default=0) - 1, len(self._pending) - self._start)
+        longest = min(max(map(len, self._stop), default=0) - 1, len(self._pending))
         ends = (self._pending[-length:] for length in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stop)), 0)
 
     def _release(self, length: int) -> str:
         piece, self._pending = self._pending[:length], self._pending[length:]
-        self._start = max(0, self._start - length)
+        self._min_end = max(0, self._min_end - length)
         self.text += piece
         return piece
 
