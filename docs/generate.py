@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from longspan.cli.app import app
 from longspan.cost import catalog
-from longspan.serve.messages import Stats
+from longspan.serve.messages import CacheConfig, Stats
 from longspan.serve.metrics import Metrics
 from longspan.serve.requests import UNSERVED
 
@@ -87,11 +87,12 @@ def _flag(argument: Argument) -> Row:
 
 def _metrics() -> str:
     stats = Stats(num_kv_blocks=1, used_blocks=[0], busy_s=[0.0], bytes_sent={("ring_kv", "same_host"): 0})
-    metrics = Metrics("longspan:", "", stats)
+    cache_config = CacheConfig(block_size=1, cache_dtype="", enable_prefix_caching=True)
+    metrics = Metrics("longspan:", "", stats, cache_config)
     rows = []
     for family in text_string_to_metric_families(metrics.text().decode()):
         name = f"`{family.name}{'_total' if family.type == 'counter' else ''}`"
-        labels = {label for sample in family.samples for label in sample.labels} - {"model_name", "le"}
+        labels = {label for sample in family.samples for label in sample.labels} - {"model_name", "engine", "le"}
         rows.append((name, family.type, ", ".join(f"`{label}`" for label in sorted(labels)), family.documentation))
     return _table(("name", "type", "labels", "description"), sorted(rows))
 

@@ -39,6 +39,7 @@ from longspan.serve.messages import (
     Delta,
     EngineSetup,
     Failed,
+    FinishedChoice,
     Quit,
     Report,
     Restarted,
@@ -152,6 +153,7 @@ class ApiServer:
         self.num_ended: Counter[str] = Counter()
         self.num_first = self.num_prompt_tokens = self.num_gaps = 0
         self.longest: list[int] = []
+        self.finished: list[FinishedChoice] = []
         self.states: list[str] = []
         self.reasons: list[str] = []
         self.num_kv_violations: list[int] = []  # one entry per report
@@ -232,6 +234,7 @@ class ApiServer:
                 for delta in step.deltas:
                     self._take(delta)
                 self.num_ended.update(choice.reason for choice in step.finished)
+                self.finished += step.finished
                 self.num_first += len(step.ttft_s)
                 self.num_prompt_tokens += step.num_prompt_tokens
                 self.num_gaps += len(step.tbt_s)
@@ -267,6 +270,10 @@ class ApiServer:
             if asked.end == "finished":
                 assert len(asked.tokens) == asked.num_choices
         assert self.num_ended.total() == num_choices
+        for choice in self.finished:
+            asked = self.asked[choice.id]
+            assert (choice.n, choice.max_tokens) == (asked.num_choices, asked.max_tokens)
+            assert 0 <= choice.num_cached_tokens < choice.num_prompt_tokens == asked.num_prompt_tokens
         told = [asked for asked in self.asked.values() if asked.tokens.get(0)]
         assert self.num_first == len(told)
         assert self.num_prompt_tokens == sum(asked.num_prompt_tokens for asked in told)
@@ -373,6 +380,7 @@ def test_a_request_fails_with_a_choice_that_cannot_go_on_and_no_other_does(
     server.finish()
     assert (server.asked[stuck].end, server.asked[other].end) == (end, "finished")
     assert server.num_ended == {"error": 3, "length": 1}
+    assert sum(choice.is_corrupted for choice in server.finished) == (cause == "non_finite")
     server.check()
 
 

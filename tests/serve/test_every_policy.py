@@ -320,7 +320,7 @@ def test_a_policy_survives_without_restarts_or_is_refused(tiny: Path, oracle: Or
 def test_violation_of_the_kv_account_is_counted_in_metrics(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The block is allocated while the engine core is idle. Answers stay the same."""
     case = Case(name="chunked", engine={"parallel": "2"}, options={})
-    counter = 'longspan:kv_cache_violations_total{model_name="tiny"} %d.0'
+    counter = 'longspan:kv_cache_violations_total{engine="0",model_name="tiny"} %d.0'
     with thread_server(case.args(tiny)) as server:
         answers = [server.complete(prompt=[7, 8, 9], max_tokens=6).token_ids]
         assert counter % 0 in metrics_when(server, counter % 0)

@@ -13,18 +13,21 @@ from longspan.serve.server import Server
 
 GAUGES = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "instance_kv_blocks_used"),
-    *("local_cache_usage", "local_storage_usage", "tier_kv_blocks"),
+    *("local_cache_usage", "local_storage_usage", "tier_kv_blocks", "num_requests_waiting_by_reason"),
+    "cache_config_info",
 }
 COUNTERS = {
     *("prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries"),
     *("prefix_cache_hits", "instance_busy_seconds", "exchanged_bytes", "worker_restarts", "engine_restarts"),
     *("external_prefix_cache_queries", "external_prefix_cache_hits", "disk_prefix_cache_hits", "kv_cache_violations"),
+    *("prompt_tokens_cached", "corrupted_requests"),
 }
 HISTOGRAMS = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
     *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
     *("request_time_per_output_token_seconds", "request_prompt_tokens", "request_generation_tokens"),
-    *("request_max_num_generation_tokens", "iteration_tokens_total"),
+    *("request_max_num_generation_tokens", "iteration_tokens_total", "request_inference_time_seconds"),
+    *("request_params_n", "request_params_max_tokens", "request_prefill_kv_computed_tokens"),
 }
 Sample = Callable[..., float]
 
@@ -35,7 +38,7 @@ def sampler(server: Server, prefix: str = "longspan:") -> Sample:
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     def value(name: str, **labels: str) -> float:
-        wanted = {"model_name": "tiny", **labels}
+        wanted = {"model_name": "tiny", "engine": "0", **labels}
         [found] = [sample.value for sample in samples if (sample.name, sample.labels) == (prefix + name, wanted)]
         return found
 
@@ -84,6 +87,14 @@ def test_counts_follow_requests() -> None:
     for name in ("e2e_request_latency_seconds", "request_decode_time_seconds", "inter_token_latency_seconds"):
         assert value(f"{name}_count") == num_choices
     assert value("request_prompt_tokens_sum") == 3 + 3 + 2
+    assert value("prompt_tokens_cached_total") == num_prompts
+    assert value("request_prefill_kv_computed_tokens_count") == num_prompts
+    assert value("request_prefill_kv_computed_tokens_sum") == 3 + 3 + 2 - num_prompts
+    assert value("request_inference_time_seconds_count") == num_choices
+    assert value("request_inference_time_seconds_sum") == pytest.approx(1.25 * num_choices)
+    assert (value("request_params_n_count"), value("request_params_n_sum")) == (num_prompts, 1 + 3 + 3)
+    assert value("request_params_max_tokens_sum") == 2 * num_prompts
+    assert value("corrupted_requests_total") == 0
     assert value("request_time_per_output_token_seconds_count") == num_choices
     assert value("request_time_per_output_token_seconds_sum") == pytest.approx(0.25 * num_choices)
     assert value("request_max_num_generation_tokens_count") == num_prompts
@@ -99,6 +110,7 @@ def test_gauges_are_the_engines_latest_word() -> None:
     value = sampler(make_server())  # it has them when it takes the server on
     assert (value("num_requests_running"), value("num_requests_waiting")) == (3, 2)
     assert value("kv_cache_usage_perc") == pytest.approx(7 / 20)
+    assert [value("num_requests_waiting_by_reason", reason=reason) for reason in ("capacity", "deferred")] == [2, 0]
     assert [value("instance_kv_blocks_used", instance=i) for i in "01"] == [5, 2]
     assert [value("instance_busy_seconds_total", instance=i) for i in "01"] == [1.5, 0.5]
     assert value("exchanged_bytes_total", exchange="ring_kv", link="same_host") == 1000
@@ -130,4 +142,21 @@ def test_the_models_first_name_labels_everything() -> None:
     server.metrics.take_step(StepOutputs(stats=STATS))
     text = client_of(server).get("/metrics").text
     assert "also-known-as" not in text
-    assert all('model_name="first"' in line for line in text.splitlines() if not line.startswith("#"))
+    lines = [line for line in text.splitlines() if not line.startswith("#") and "cache_config_info" not in line]
+    assert all('engine="0"' in line and 'model_name="first"' in line for line in lines)
+
+
+def test_sizes_of_pools_are_labels_as_in_vllm() -> None:
+    """Routers multiply `block_size` by `num_gpu_blocks`. As in vLLM, the series has no label `model_name`."""
+    text = client_of(make_server()).get("/metrics").text
+    [line] = [line for line in text.splitlines() if line.startswith("longspan:cache_config_info")]
+    labels = dict(part.split("=") for part in line.partition("{")[2].partition("}")[0].split(","))
+    assert line.endswith(" 1.0")
+    assert labels == {
+        "engine": '"0"',
+        "block_size": '"16"',
+        "cache_dtype": '"float32"',
+        "enable_prefix_caching": '"True"',
+        "num_gpu_blocks": '"20"',
+        "num_cpu_blocks": '"9"',
+    }

@@ -47,7 +47,7 @@ _STARTED = {
     "max_model_len": 100_000,
     "max_num_seqs": 2,
     "parallel": "1",
-    "block_size": 16,
+    "cache_config": {"block_size": 16, "cache_dtype": "float32", "enable_prefix_caching": True},
     "policy": _SETTINGS,
     "stats": {"num_kv_blocks": 8, "used_blocks": [0], "busy_s": [0.0]},
 }

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from longspan.core.options import PolicySettings
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
-from longspan.serve.messages import Delta, FinishedChoice, Started, Stats, StepOutputs
+from longspan.serve.messages import CacheConfig, Delta, FinishedChoice, Started, Stats, StepOutputs
 from longspan.serve.output_queue import OutputQueue
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
@@ -33,7 +33,7 @@ STARTED = Started(
     max_model_len=64,
     max_num_seqs=1,
     parallel="2",
-    block_size=16,
+    cache_config=CacheConfig(block_size=16, cache_dtype="float32", enable_prefix_caching=True),
     policy=POLICY,
     stats=Stats(num_kv_blocks=20, used_blocks=[0, 0], busy_s=[0.0, 0.0]),
 )
@@ -45,6 +45,7 @@ STATS = Stats(
     num_prefix_queries=50,
     num_prefix_hits=30,
     num_kv_blocks=20,
+    num_host_blocks=9,
     used_blocks=[5, 2],
     host_blocks=3,
     disk_blocks=6,
@@ -100,6 +101,7 @@ class FakeEngine:
             finished=[_finished(engine_request, choice) for choice in range(n if done else 0)],
             ttft_s=[1.5],
             num_prompt_tokens=len(engine_request.token_ids),
+            num_cached_tokens=1,
             tbt_s=[0.25] * n * (self.num_sent - 1),
             longest_outputs=[len(OUTPUT)] if done else [],
         )
@@ -116,7 +118,11 @@ def _finished(engine_request: EngineRequest, choice: int) -> FinishedChoice:
         reason="length",
         num_prompt_tokens=len(engine_request.token_ids),
         num_output_tokens=len(OUTPUT),
+        num_cached_tokens=1,
+        n=engine_request.params.n,
+        max_tokens=engine_request.params.max_tokens or 0,
         is_first_choice=choice == 0,
+        is_corrupted=False,
         queue_s=0.5,
         prefill_s=1.0,
         decode_s=0.25,

@@ -99,7 +99,7 @@ class Client:
         for line in self.ask("GET", "/metrics").data.decode().splitlines():
             if line.startswith("longspan:"):
                 name, _, value = line.removeprefix("longspan:").rpartition(" ")
-                found[re.sub(r',?model_name="[^"]*",?', "", name).removesuffix("{}")] = float(value)
+                found[re.sub(r',?(?:model_name|engine)="[^"]*",?', "", name).removesuffix("{}")] = float(value)
         return found
 
     def wait_until_idle(self) -> Metrics:

@@ -339,7 +339,7 @@ def _queue_limits(
     if started is None or stats is None:
         return max_reqs, max_tokens
     num_slots = len(stats.used_blocks) * started.max_num_seqs
-    return max_reqs + num_slots, max_tokens + stats.num_kv_blocks * started.block_size
+    return max_reqs + num_slots, max_tokens + stats.num_kv_blocks * started.cache_config.block_size
 
 
 def _check_capacity(

@@ -69,7 +69,11 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
             max_model_len=service.max_model_len,
             max_num_seqs=config.max_num_seqs,
             parallel=fleet_text(config.fleet),
-            block_size=config.block_size,
+            cache_config=messages.CacheConfig(
+                block_size=config.block_size,
+                cache_dtype=files.dtype,
+                enable_prefix_caching=config.prefix_caching,
+            ),
             policy=service.policy_settings,
             stats=stats_of(service, 0),
         )
@@ -280,6 +284,7 @@ class EngineLoop:
             if request.choice == 0 and sent.num_tokens == 0 and request.metrics.ttft_s is not None:
                 outputs.ttft_s.append(request.metrics.ttft_s)
                 outputs.num_prompt_tokens += len(request.prompt)
+                outputs.num_cached_tokens += request.metrics.num_cached_tokens
             outputs.tbt_s += request.metrics.tbt_s[max(0, sent.num_tokens - 1) :]  # none before the first token
             if choice.finished and not sent.finished:
                 outputs.finished.append(_finished(request, served))
@@ -425,6 +430,7 @@ def stats_of(service: Service, num_restarts: int) -> messages.Stats:
     load = engine.load()
     return messages.Stats(
         num_kv_blocks=sum(engine.config.cluster.num_blocks),
+        num_host_blocks=sum(engine.config.cluster.host_blocks),
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_restarts=num_restarts,
@@ -453,7 +459,11 @@ def _finished(request: Request, served: _Served) -> messages.FinishedChoice:
         reason=reason,
         num_prompt_tokens=len(request.prompt),
         num_output_tokens=len(request.output),
+        num_cached_tokens=metrics.num_cached_tokens,
+        n=len(served.state.choices),
+        max_tokens=request.max_tokens,
         is_first_choice=request.choice == 0,
+        is_corrupted=request.error == "non_finite",
         queue_s=None if scheduled is None else scheduled - arrival,
         prefill_s=None if scheduled is None or ttft is None else arrival + ttft - scheduled,
         decode_s=None if ttft is None else metrics.finished_s - arrival - ttft,

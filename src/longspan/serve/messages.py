@@ -132,6 +132,18 @@ def delta_of(
     )
 
 
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of KV pools, with vLLM's names.
+
+    Attributes:
+        cache_dtype: the data type of keys and values.
+    """
+
+    block_size: int
+    cache_dtype: str
+    enable_prefix_caching: bool
+
+
 class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The engine core can serve.
 
@@ -148,7 +160,7 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int
     parallel: str
-    block_size: int
+    cache_config: CacheConfig
     policy: PolicySettings
     stats: Stats
 
@@ -237,13 +249,23 @@ def failed(number: int, kind: ErrorKind, reason: str) -> Failed:
 
 
 class FinishedChoice(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A choice has finished: its figures for metrics and traces. The seconds of a stage are None if not reached."""
+    """A choice has finished: its figures for metrics and traces. The seconds of a stage are None if not reached.
+
+    Attributes:
+        num_cached_tokens: prompt tokens whose KV was cached.
+        n, max_tokens: the request's parameters. `max_tokens` is the remaining context if the request has none.
+        is_corrupted: the model computed NaN or infinity for it.
+    """
 
     id: int
     reason: FinishReason
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int
+    n: int
+    max_tokens: int
     is_first_choice: bool
+    is_corrupted: bool
     queue_s: float | None
     prefill_s: float | None
     decode_s: float | None
@@ -256,6 +278,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_kv_blocks: number of KV blocks of all instances together.
+        num_host_blocks: number of KV blocks of the pools of all hosts together.
         used_blocks: KV blocks per instance that requests hold.
         busy_s: seconds per instance in which it had a step to run, since the start.
         num_prefix_queries, num_prefix_hits: prompt tokens looked up, and found, in the prefix cache.
@@ -269,6 +292,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     used_blocks: list[int]
     busy_s: list[float]
+    num_host_blocks: int = 0
     num_running: int = 0
     num_waiting: int = 0
     num_restarts: int = 0
@@ -290,7 +314,7 @@ class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
 
     Attributes:
         ttft_s: times to first token of the requests that got their first token.
-        num_prompt_tokens: sum of the prompt lengths of these requests.
+        num_prompt_tokens, num_cached_tokens: sums of these requests' prompt lengths and cached prompt tokens.
         tbt_s: seconds between each new token and the previous token of its choice.
         longest_outputs: tokens of the longest choice of each request that has ended.
         progress: the id, the computed and all prompt tokens of each long prompt that is being computed.
@@ -300,6 +324,7 @@ class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
     finished: list[FinishedChoice] = []
     ttft_s: list[float] = []
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     tbt_s: list[float] = []
     longest_outputs: list[int] = []
     progress: list[tuple[int, int, int]] = []

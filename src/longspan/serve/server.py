@@ -74,7 +74,8 @@ class Server:
         if input_processor.tokenizer is not None:
             _ = input_processor.max_prompt_chars  # computed before the first request
         self.intake = Intake()
-        self.metrics = Metrics(settings.metrics_prefix, settings.model_names[0], engine.started.stats)
+        started = engine.started
+        self.metrics = Metrics(settings.metrics_prefix, settings.model_names[0], started.stats, started.cache_config)
         engine.on_step, engine.on_loss = self.metrics.take_step, self.metrics.take_loss
         engine.on_length = partial(setattr, input_processor, "max_model_len")
         if engine.stats is not None:  # received before
