@@ -164,6 +164,28 @@ def test_variables_reach_the_template_and_so_does_earlier_reasoning() -> None:
         assert "<think>\nHm.\n</think>\n\nHot." in prompt(messages=earlier)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_usage_counts_the_tokens_of_reasoning_without_markers(n: int) -> None:
+    model, options = served(), {"include_usage": True, "continuous_usage_stats": True}
+    tokenizer: Any = model.input_processor.tokenizer
+    for output, reasoning in (("It rains.", ""), ("<think>\nHm. Is it?\n</think>\n\nIt rains.", "Hm. Is it?")):
+        token_ids = model.input_processor.tokenize(output, add_special_tokens=False)
+        asked = request(stream_options=options, stream=True, n=n)
+        counts = []
+        for is_streamed in (False, True):
+            assembler = prepared(asked, model, request_id="1", model="tiny")
+            outputs = [token_ids] * n
+            deltas = list(deltas_of(assembler.engine_requests[0], outputs, (1, 2), by=tokenizer))
+            if is_streamed:
+                *chunks, last = stream(assembler, [deltas])
+                assert not any("completion_tokens_details" in chunk["usage"] for chunk in chunks)
+            else:
+                last = whole(assembler, [deltas])
+            counts.append(last["usage"]["completion_tokens_details"])
+        num_tokens = len(tokenizer.encode(reasoning, add_special_tokens=False)) * n
+        assert counts == [{"reasoning_tokens": num_tokens}] * 2
+
+
 def test_bodies_have_a_fingerprint_and_the_tier() -> None:
     asked = request(service_tier="auto", stream_options={"include_usage": True})
     [last] = prepared(asked, served(), request_id="1", model="tiny").last_chunks()

@@ -137,6 +137,7 @@ class AnswerChoice:
         text_end: position of the next token in its text, in characters, if offsets are requested.
         detokenizer: determines `text_end`.
         reader: separates its reasoning and its calls from its content, if it may have some.
+        reasoning: pieces of its reasoning.
     """
 
     engine_request: EngineRequest
@@ -148,6 +149,7 @@ class AnswerChoice:
     text_end: int = 0
     detokenizer: Detokenizer | None = None
     reader: OutputReader | None = None
+    reasoning: list[str] = field(default_factory=list)
 
 
 class Assembler(ABC):
@@ -203,7 +205,7 @@ class Assembler(ABC):
     def whole(self) -> Body:
         """Return the body of the answer when every engine request is finished."""
         choices = [self.whole_choice(choice, joined(choice.deltas)) for choice in self.choices]
-        return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage(*self.choices)}
+        return {**self._head, "object": self.whole_object, "choices": choices, "usage": self.final_usage()}
 
     def chunks(self, prompt: int, delta: Delta) -> list[Body]:
         """Return the chunks of a stream for a delta. There may be none."""
@@ -236,7 +238,7 @@ class Assembler(ABC):
         """Return the chunks of a stream after every engine request is finished."""
         if not self._has_usage:
             return []
-        return [{**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage(*self.choices)}]
+        return [{**self._head, "object": self.chunk_object, "choices": [], "usage": self.final_usage()}]
 
     @abstractmethod
     def whole_choice(self, choice: AnswerChoice, delta: Delta) -> Body:
@@ -276,6 +278,10 @@ class Assembler(ABC):
             self._prompt_logprobs[prompt] = delta.prompt_logprobs
         return self.choices[prompt * self._n + delta.choice], self.shown(delta)
 
+    def final_usage(self) -> Body:
+        """Return the usage of the whole answer."""
+        return self._usage(*self.choices)
+
     def _usage(self, *choices: AnswerChoice) -> Body:
         """Return the usage of some choices. Each prompt counts once."""
         prompts = {choice.prompt: len(choice.engine_request.token_ids) for choice in choices}
@@ -305,6 +311,16 @@ class ChatAssembler(Assembler):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     request: ChatCompletionRequest
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of tokens of the reasoning's text, without its markers. This takes as long as tokenizing the text."""
+        assert self.tokenizer is not None, "it has tokenized the chat"
+        texts = ["".join(choice.reasoning) for choice in self.choices if choice.reasoning]
+        return sum(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+
+    def final_usage(self) -> Body:
+        return super().final_usage() | {"completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens}}
 
     def whole(self) -> Body:
         return super().whole() | _NO_PROMPT_FIELDS | self.prompt_fields(self.choices[0])
@@ -343,6 +359,8 @@ class ChatAssembler(Assembler):
         if choice.reader is None:
             return Pieces(content=delta.text), fields
         pieces = choice.reader.add(delta.text, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+        if pieces.reasoning:
+            choice.reasoning.append(pieces.reasoning)
         if delta.finish_reason == "stop" and choice.reader.has_called:
             fields["finish_reason"] = "tool_calls"
         return pieces, fields

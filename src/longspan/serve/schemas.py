@@ -85,6 +85,12 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """Output tokens of reasoning, without its markers."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Numbers of tokens of a request. In a stream with `continuous_usage_stats`, of a choice so far."""
 
@@ -92,6 +98,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = Field(None, description="of chats, at their end")
 
 
 class PromptLogprob(BaseModel):

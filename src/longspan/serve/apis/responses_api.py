@@ -148,15 +148,11 @@ class ResponsesAssembler(EventAssembler):
         }
 
     def _used(self) -> Body:
-        """Return the usage. Tokens of reasoning are counted without markers."""
-        reasoning = [part.text for part in self.parts if part.kind == "reasoning"]
-        assert self.tokenizer is not None, "it has tokenized the chat"
-        num_reasoning = sum(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in reasoning)
         return {
             "input_tokens": self.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": self.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": self.choice.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": num_reasoning},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": self.num_prompt_tokens + self.choice.num_tokens,
         }
 
