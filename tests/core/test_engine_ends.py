@@ -12,6 +12,7 @@ from workloads import in_flight
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.config import EngineConfig
 from longspan.core.options import SchedulingArgs
+from longspan.core.request import ContextLengthError, check_length
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
 from longspan.policy.registry import make_policy
@@ -84,6 +85,21 @@ def test_a_longer_context_than_the_models_or_the_pools_is_refused() -> None:
         longest(51, 50)
     with refused("max_model_len"):
         longest(65, 100)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "remedy"),
+    [
+        (9_000, "serve a model with a longer context, such as HuggingFaceTB/SmolLM3-3B (65536 tokens)"),
+        (65_536, "such as meta-llama/Llama-3.2-1B-Instruct (131072 tokens)"),
+        (262_143, "such as Qwen/Qwen3-4B-Instruct-2507 (262144 tokens)"),
+        (262_144, "serve a model whose config.json has a larger max_position_embeddings"),
+    ],
+)
+def test_the_error_of_a_long_prompt_names_a_model_that_holds_it(num_tokens: int, remedy: str) -> None:
+    with pytest.raises(ContextLengthError, match=r"length is 8192 tokens, .* shorten the prompt") as caught:
+        check_length(num_tokens, 8192)
+    assert remedy in str(caught.value)
 
 
 def test_an_abort_in_flight_frees_blocks_when_the_step_is_done() -> None:

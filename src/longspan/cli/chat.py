@@ -133,8 +133,11 @@ def _answer(llm: LLM, params: SamplingParams, conversation: Conversation, text: 
 def check_fits(llm: LLM, prompt: Sequence[int]) -> None:
     """Raise ValueError for a prompt with documents that leaves no token for an answer."""
     if len(prompt) >= llm.max_model_len:
+        from longspan.core.long_models import long_model  # noqa: PLC0415 - an error
+
         problem = f"the files and the question have {len(prompt)} tokens, but at most {llm.max_model_len - 1} fit"
-        raise ValueError(f"{problem}: give fewer files, or a model with a longer context")
+        remedy = f"give fewer files or, if KV memory suffices, {long_model(len(prompt) + 1)}"
+        raise ValueError(f"{problem}: {remedy}")
 
 
 def _attach(conversation: Conversation, path: str) -> None:

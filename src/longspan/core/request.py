@@ -386,7 +386,7 @@ def check_length(num_prompt_tokens: int, max_model_len: int) -> None:
     if num_prompt_tokens < 1:
         raise ValueError("the prompt is empty: at least 1 token is needed")
     if num_prompt_tokens >= max_model_len:
-        raise too_long(f"{num_prompt_tokens} tokens", max_model_len)
+        raise too_long(f"{num_prompt_tokens} tokens", max_model_len, min_context=num_prompt_tokens + 1)
 
 
 def check_room(name: str, max_tokens: int, num_prompt_tokens: int, max_model_len: int) -> None:
@@ -400,9 +400,10 @@ def check_room(name: str, max_tokens: int, num_prompt_tokens: int, max_model_len
         raise ParameterError(name, problem, max_tokens)
 
 
-def too_long(length: str, max_model_len: int) -> ContextLengthError:
+def too_long(length: str, max_model_len: int, *, min_context: int | None = None) -> ContextLengthError:
+    from longspan.core.long_models import long_model  # noqa: PLC0415 - an error
+
     return ContextLengthError(
         f"This model's maximum context length is {max_model_len} tokens, of prompt and output together, but the prompt "
-        f"has {length} (`max_model_len`: the model's context, or less where KV memory is short): shorten the prompt, "
-        "or serve a model whose config.json has a larger max_position_embeddings"
+        f"has {length} (`max_model_len`): shorten the prompt or, if KV memory suffices, serve {long_model(min_context)}"
     )
