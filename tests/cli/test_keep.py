@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -59,6 +60,25 @@ def test_a_changed_file_replaces_the_document(ask: Callable[..., dict[str, Any]]
     changed = ask("a.txt", "Which colour?", "--keep", "sea")
     assert "has changed" in changed["notes"]
     assert ask("a.txt", "What?", "--keep", "sea")["cached_tokens"] > 0.8 * changed["prompt_tokens"] - 16
+
+
+def test_documents_take_at_most_as_much_disk_as_stays_free(
+    ask: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question beyond that is answered and the text stored. What was kept before stays, and is not evicted."""
+    ask("a.txt", "Which colour?", "--keep", "sea")
+    documents = tmp_path / "cache/documents"
+    kept_bytes = sum(path.stat().st_size for path in (documents / "sea").rglob("*") if path.is_file())
+    free = SimpleNamespace(free=kept_bytes * 3 // 2)
+    monkeypatch.setattr("longspan.cli.keep.disk_usage", lambda _: free)
+    first = ask("a.txt", "Which colour?", "--keep", "other")
+    assert "longspan cache drop documents" in first["notes"]
+    assert not [*(documents / "other").rglob("*.kv")]
+    again = ask("Which colour?", "--keep", "other")
+    assert (again["text"], again["cached_tokens"]) == (first["text"], 0)
+    assert ask("What is the key?", "--keep", "sea")["cached_tokens"] > 0
+    free.free = kept_bytes * 3
+    assert "kept other" in ask("Which colour?", "--keep", "other")["notes"]
 
 
 def test_a_refused_command_keeps_the_document(

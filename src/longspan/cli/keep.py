@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -136,15 +136,22 @@ class Kept:
             if self._is_stale:
                 kept_kv.replace(self._folder, self._unfinished)
                 self._is_stale = False
-            if kept_kv.is_kept(self._folder / name):
+            folder = self._folder / name
+            if kept_kv.is_kept(folder):
                 return
-            num_bytes = kept_kv.keep(self._folder / name, tokens, block_size, model=model)
+            num_bytes = kept_kv.keep(folder, tokens, block_size, model=model)
+            total, free = _num_bytes(folder_of_documents()), shutil.disk_usage(folder).free
+            if total > free:
+                kept_kv.drop_model(folder)
         except kept_kv.KvInUseError as error:
             note(f"the KV of {self.name} is not kept yet: {error}")
             return
         if num_bytes is None:
             problem = f"the KV of {self.name} is not kept: it was not computed, or the tiers are too small for it"
             note(f"{problem}. Allow more by --host-kv-gib and --disk-kv-gib")
+        elif total > free:
+            sizes = f"kept documents would take {total / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB would stay free"
+            note(f"the KV of {self.name} is not kept: {sizes}. Drop some by longspan cache drop documents NAME")
         else:
             note(f"kept {self.name}: {len(tokens):,} tokens, {num_bytes / 2**20:,.0f} MiB of KV")
 
@@ -160,7 +167,7 @@ class Kept:
 
     def _stored_gib(self) -> int:
         """Return the size of the stored KV, rounded up."""
-        return math.ceil(sum(path.stat().st_size for path in self._present.rglob("*") if path.is_file()) / 2**30)
+        return math.ceil(_num_bytes(self._present) / 2**30)
 
     def _remove_unsaved(self) -> None:
         if self._is_stale and self._saved is None:
@@ -176,3 +183,12 @@ class Kept:
                 kept_kv.drop(self._unfinished)
         except kept_kv.KvInUseError as error:
             raise ParameterError("keep", f"{self.name!r} cannot be replaced: {error}", self.name) from None
+
+
+def _num_bytes(folder: Path) -> int:
+    """Return the size of all files of a folder. Other processes may add and remove files."""
+    num_bytes = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            num_bytes += path.stat().st_size if path.is_file() else 0
+    return num_bytes
