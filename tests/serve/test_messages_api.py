@@ -35,6 +35,11 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "none"}}, "It rains.", ["text"]),
 ]
 """Fields of a request, an output and the types of its blocks."""
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa"}}
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}}
+RESULT = {"type": "tool_result", "tool_use_id": "a"}
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+"""Marks the end of a prefix to cache."""
 THINKING = {"type": "enabled", "budget_tokens": 1024}
 GROWING = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 
@@ -199,6 +204,63 @@ def test_blocks_become_the_messages_of_a_chat(http: TestClient, engine: Speaking
     assert count == {"input_tokens": len(engine.engine_requests[-1].token_ids) + closed}
 
 
+def test_all_that_the_official_client_sends_is_taken(http: TestClient, engine: SpeakingEngine) -> None:
+    """`?beta=true`, headers, and fields without an effect here: caching, `metadata`, `is_error`, hints for tools."""
+    called = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Rome"}, "caller": {"type": "direct"}}
+    failed = {**RESULT, "is_error": True, "content": [{"type": "text", "text": "No such city.", **CACHED}], **CACHED}
+    silent = {**RESULT, "tool_use_id": "b", "is_error": False}
+    body = {
+        "system": [{"type": "text", "text": "Be short."}, {"type": "text", "text": "Be kind.", **CACHED}],
+        "messages": [
+            *TALK,
+            {"role": "assistant", "content": [called, {**called, "id": "b"}]},
+            {"role": "user", "content": [failed, silent, {"type": "text", "text": "Go on.", "citations": None}]},
+        ],
+        "tools": [{**TOOLS[0], **CACHED, "strict": True, "defer_loading": False, "input_examples": [{"city": "Oslo"}]}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "thinking": {"type": "adaptive", "display": "summarized"},
+    }
+    ignored = {
+        "metadata": {"user_id": "someone"},
+        "service_tier": "auto",
+        "output_config": {"effort": "high"},
+        **CACHED,
+        "context_management": {"edits": []},
+        "container": None,
+        "mcp_servers": [],
+        "stop_sequences": [],
+    }
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "context-management-2025-06-27"}
+    answer = http.post("/v1/messages?beta=true", json={**ASK, **body, **ignored}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    _, prompt = engine.prompt.split(".\n", 1)
+    call = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    assert prompt == (
+        "<|im_start|>system\nBe short.\nBe kind.<|im_end|>\n"
+        "<|im_start|>user\nHow is it in Rome?<|im_end|>\n"
+        f"<|im_start|>assistant\n{call}{call}<|im_end|>\n"
+        "<|im_start|>tool\nNo such city.<|im_end|>\n<|im_start|>tool\n<|im_end|>\n"
+        "<|im_start|>user\nGo on.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    count = http.post("/v1/messages/count_tokens?beta=true", json=body, headers=headers)
+    assert count.json() == {"input_tokens": len(engine.engine_requests[-1].token_ids)}
+
+
+def test_the_count_of_tokens_follows_the_tools_and_the_choice(http: TestClient, engine: SpeakingEngine) -> None:
+    del engine
+
+    def count(**fields: Any) -> int:
+        answer = http.post("/v1/messages/count_tokens", json={"messages": TALK, **fields})
+        assert answer.status_code == 200, answer.text
+        num_tokens: int = answer.json()["input_tokens"]
+        return num_tokens
+
+    assert count(tools=TOOLS) > count(tools=TOOLS[:1]) > count() == count(tools=[])
+    assert count(tools=TOOLS, tool_choice={"type": "none"}) == count()
+    assert count(tools=TOOLS, tool_choice={"type": "any"}) == count(tools=TOOLS)
+
+
 def test_the_model_continues_a_last_message_of_the_assistant(http: TestClient, engine: SpeakingEngine) -> None:
     answer_of(http, messages=[*TALK, {"role": "assistant", "content": "It is"}])
     assert engine.prompt.endswith("assistant\nIt is")
@@ -217,7 +279,14 @@ def test_thinking_decides_whether_the_template_closes_the_section(http: TestClie
         ({"max_tokens": 5000}, ["max_tokens", "2048"]),
         ({"messages": []}, ["messages", "empty"]),
         ({"messages": [{"role": "system", "content": "x"}]}, ["messages[0].role", "assistant"]),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, ["content[0]", "image"]),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, ["content[0]", "image", "Only text is served"]),
+        ({"messages": [{"role": "user", "content": [DOCUMENT]}]}, ["content[0]", "document", "Only text is served"]),
+        (
+            {"messages": [{"role": "user", "content": [{**RESULT, "content": [IMAGE]}]}]},
+            ["messages[0].content[0].content[0].type", "'image'", "Only text is served"],
+        ),
+        ({"mcp_servers": [{"type": "url", "name": "x", "url": "http://x"}]}, ["mcp_servers", "runs no tools"]),
+        ({"thinking": {"type": "on"}}, ["thinking.type", "adaptive", "'on'"]),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]}, ["content[0]", "user"]),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, ["tools[0].type", "web_search"]),
         ({"tools": [*TOOLS, *TOOLS]}, ["tools[0].name", "weather"]),

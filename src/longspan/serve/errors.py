@@ -6,6 +6,7 @@ Below `/v1/messages`, they have the form of Anthropic's API: `{"type": "error", 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -259,14 +260,22 @@ def _similar_field(error: ErrorDetails, body: object) -> str:
     return "" if similar is None else f", but {shortened(repr(similar))} given: change its name"
 
 
+_MEDIA = re.compile(r"(input_)?(image|audio|video|file|document)(_url)?")
+"""Types of parts of messages that are no text, in the APIs of OpenAI, Anthropic and vLLM."""
+_ONLY_TEXT = ". Only text is served: send the text of images, recordings and files"
+
+
 def _given(error: ErrorDetails) -> str:
     """Return `, but VALUE given`, or an empty text if the value is long or part of the message."""
     value = error.get("input")
     small = isinstance(value, str | float) or (isinstance(value, int) and abs(value) <= _MAX_INT)
-    if error["type"] == "union_tag_invalid" or not (small or value is None):
+    if error["type"] == "union_tag_invalid":
+        return _ONLY_TEXT if _MEDIA.fullmatch(error["ctx"]["tag"]) else ""
+    if not (small or value is None):
         return ""
     if isinstance(value, str):
-        return f", but {shortened(repr(value[:_MAX_ECHO]))} given"
+        is_media = error["loc"][-1] == "type" and _MEDIA.fullmatch(value)
+        return f", but {shortened(repr(value[:_MAX_ECHO]))} given{_ONLY_TEXT if is_media else ''}"
     return f", but {json.dumps(value)} given"
 
 
