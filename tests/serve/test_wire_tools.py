@@ -206,6 +206,14 @@ def test_calls_and_their_answers_go_into_the_next_prompt() -> None:
     assert text == tokenizer.apply_chat_template([*ASK, message, *results], **options)
 
 
+def test_a_template_that_joins_arguments_to_texts_gets_json() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    asked = request(messages=[*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    text = chat_request(asked, served("functionary-text")).text
+    assert text is not None
+    assert '<function=weather>{"city": "Rome"}</function>' in text
+
+
 def test_a_template_learns_which_function_has_answered() -> None:
     template = "{{ tools }}{% for message in messages %}{{ message.name }},{% endfor %}"
     call = {"id": "a", "type": "function", "function": {"name": "time", "arguments": "{}"}}

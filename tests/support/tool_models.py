@@ -101,6 +101,11 @@ TEMPLATES |= {
     + "<|call|>{% else %}<|message|>{{ message.content }}<|end|>{% endfor %}{% endfor %}"
     + "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|>analysis<|message|> #}",
 }
+TEMPLATES["functionary-text"] = TEMPLATES["functionary"].replace(
+    "<function={{ call.function.name }}>" + _ARGUMENTS,
+    "{{ '<function=' + call.function.name + '>' + call.function.arguments }}",
+)
+"""Functionary's own template joins arguments to a text, so that they must be JSON."""
 _THINKING = TEMPLATES["hermes"].replace(
     "<|im_start|>{{ message.role }}\n{{ message.content }}",
     "<|im_start|>{{ message.role }}\n"

@@ -115,6 +115,10 @@ def test_the_form_of_calls_is_found_in_the_template(form: str, with_markers: boo
     assert detect_format(processor(form, with_markers=with_markers)) is FORMATS[form]
 
 
+def test_a_template_may_take_the_arguments_as_json() -> None:
+    assert detect_format(processor("functionary-text")) is variants("functionary")[0]
+
+
 def test_a_template_may_write_the_arguments_first() -> None:
     name = '"name": "{{ call.function.name }}"'
     template = TEMPLATES["hermes"].replace(name + ", ", " ").replace("| tojson }}}", "| tojson }}, " + name + "}")

@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from inspect import signature
 from typing import Any, Literal, TypeVar
 
@@ -393,16 +393,20 @@ def _rendered(
         )
     shows_tools = not isinstance(request, ChatCompletionRequest) or request.tool_choice != "none"
     tools = [tool.for_template() for tool in request.tools or () if shows_tools]
+    render = partial(
+        input_processor.render_chat,
+        tools=tools,
+        add_generation_prompt=not request.continue_final_message and request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        chat_template_kwargs=variables,
+    )
     with as_wire_errors("messages"):
         check_chars(sum(map(_num_chars, request.messages)))
         try:
-            text = input_processor.render_chat(
-                _for_template(request.messages),
-                tools=tools,
-                add_generation_prompt=not request.continue_final_message and request.add_generation_prompt is not False,
-                continue_final_message=bool(request.continue_final_message),
-                chat_template_kwargs=variables,
-            )
+            try:
+                text = render(_for_template(request.messages))
+            except TypeError:  # Functionary's templates join arguments to texts
+                text = render(_for_template(request.messages, text_arguments=True))
         except TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template cannot render these messages: {shortened(str(error), 100)}") from error
         check_chars(len(text))
@@ -414,8 +418,13 @@ def _num_chars(message: GivenMessage | AssistantMessage) -> int:
     return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
 
-def _for_template(messages: Sequence[GivenMessage | AssistantMessage]) -> list[dict[str, Any]]:
-    """Return messages in the form of chat templates: without null, with arguments as objects, functions by name."""
+def _for_template(
+    messages: Sequence[GivenMessage | AssistantMessage], *, text_arguments: bool = False
+) -> list[dict[str, Any]]:
+    """Return messages in the form of chat templates: without null, with arguments as objects, functions by name.
+
+    With `text_arguments`, the arguments are JSON.
+    """
     names, plain = dict[str | None, str](), [message.model_dump(exclude_none=True) for message in messages]
     for message, shown in zip(messages, plain, strict=True):
         if isinstance(message, AssistantMessage):
@@ -425,7 +434,8 @@ def _for_template(messages: Sequence[GivenMessage | AssistantMessage]) -> list[d
                 shown["reasoning_content"] = shown["reasoning"] = reasoning
             for call in shown.get("tool_calls", ()):
                 names[call["id"]] = call["function"]["name"]
-                call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+                if not text_arguments:
+                    call["function"]["arguments"] = _arguments(call["function"]["arguments"])
         elif message.role == "tool" and message.tool_call_id in names:  # Hermes' template needs it
             shown.setdefault("name", names[message.tool_call_id])
     return plain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -44,14 +45,14 @@ _NAME, _ARGUMENTS = "probe", {"where": "here"}
 def _probe(input_processor: InputProcessor) -> tuple[str, str]:
     """Return a prompt, and the text of the conversation with a call. Both are empty if the template refuses them."""
     messages: Any = [{"role": "user", "content": "Go."}]
-    call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
     tools = [{"type": "function", "function": {"name": _NAME, "description": _NAME, "parameters": NO_PARAMETERS}}]
-    try:
-        before = input_processor.render_chat(messages, tools=tools)
+    for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):  # Functionary's templates take JSON, most take objects
+        call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
         called = [*messages, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        return before, input_processor.render_chat(called, tools=tools, add_generation_prompt=False)
-    except (ValueError, *TEMPLATE_ERRORS):
-        return "", ""
+        with suppress(ValueError, *TEMPLATE_ERRORS):
+            before = input_processor.render_chat(messages, tools=tools)
+            return before, input_processor.render_chat(called, tools=tools, add_generation_prompt=False)
+    return "", ""
 
 
 def _reads_probe(form: CallFormat, text: str) -> bool:
