@@ -65,7 +65,7 @@ def test_a_changed_file_replaces_the_document(ask: Callable[..., dict[str, Any]]
 def test_documents_take_at_most_as_much_disk_as_stays_free(
     ask: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The question beyond that is answered and the text stored. What was kept before stays, and is not evicted."""
+    """A document beyond that is answered, and its text stored. Earlier documents stay, and are not evicted."""
     ask("a.txt", "Which colour?", "--keep", "sea")
     documents = tmp_path / "cache/documents"
     kept_bytes = sum(path.stat().st_size for path in (documents / "sea").rglob("*") if path.is_file())

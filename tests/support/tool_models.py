@@ -106,6 +106,16 @@ TEMPLATES["functionary-text"] = TEMPLATES["functionary"].replace(
     "{{ '<function=' + call.function.name + '>' + call.function.arguments }}",
 )
 """Functionary's own template joins arguments to a text, so that they must be JSON."""
+TEMPLATES["functionary-v3.2"] = (
+    "Respond as\n>>>${recipient}\n${content}\n"
+    + _DESCRIBED
+    + "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    + "{% if message.role != 'assistant' %}{{ message.content }}{% else %}"
+    + "{% if message.content %}{{ '>>>all\n' + message.content }}{% endif %}"
+    + _EACH
+    + "{{ '>>>' + call.function.name + '\n' + call.function.arguments }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n>>>' }}{% endif %}"
+)
 _THINKING = TEMPLATES["hermes"].replace(
     "<|im_start|>{{ message.role }}\n{{ message.content }}",
     "<|im_start|>{{ message.role }}\n"

@@ -44,7 +44,7 @@ from longspan.text.call_reader import CallReader
 from longspan.text.input_processor import TEMPLATE_ERRORS, EngineRequest, InputProcessor
 from longspan.text.json_schema import without_annotations
 from longspan.text.output_reader import SectionReader
-from longspan.text.reasoning import ReasoningFormat, ReasoningReader, after_reasoning, reasoning_format
+from longspan.text.reasoning import ReasoningFormat, ReasoningReader, after_reasoning, after_text, reasoning_format
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 _log = logging.getLogger("longspan")
@@ -70,6 +70,11 @@ class ServedModel:
     def call_format(self) -> CallFormat | None:
         """The format of the model's calls, if it is known."""
         return detect_format(self.input_processor, self.settings.tool_call_parser)
+
+    @property
+    def addressed_format(self) -> CallFormat | None:
+        """The format of the model's calls, if all its outputs begin with their recipient."""
+        return self.call_format if self.call_format is not None and self.call_format.answer_begin else None
 
     @cached_property
     def reasoning_format(self) -> ReasoningFormat | None:
@@ -202,6 +207,8 @@ def chat_request(request: ChatCompletionRequest, served: ServedModel, grammar: s
     if grammar and reasoning is not None and (start := _reasoning_start(request, reasoning, text)) != "closed":
         special = served.input_processor.special_tokens
         grammar = after_reasoning(grammar, reasoning, is_inside=start == "inside", special=special)
+    elif grammar and (to_all := served.addressed_format) is not None and not request.callable_functions:
+        grammar = after_text(grammar, to_all.answer_begin) if text.endswith(to_all.begin) else grammar
     with as_wire_errors("messages"):
         salt = request.cache_salt or ""
         engine_request = served.input_processor.checked(text, ids, params, grammar, cache_salt=salt)
@@ -308,7 +315,7 @@ def output_reader(
 ) -> Callable[[], OutputReader] | None:
     """Return a constructor of the readers of a prompt's outputs, or None if outputs are content alone."""
     form, reasoning = call_format(request, served), served.reasoning_format
-    for structured in (form, reasoning):
+    for structured in (form, served.addressed_format, reasoning):
         if structured is not None and (whole := structured.output_reader()) is not None:
             return type(whole)
     if form is None and reasoning is None:

@@ -192,11 +192,13 @@ class _Outputs:
 
     def _start_rules(self, functions: Sequence[Function]) -> list[str]:
         """Return the rules of an output: a text, calls, or a text and then calls."""
-        begin = self._literal(self._form.begin) if self._form.begin else ""
+        form = self._form
+        begin = self._literal(form.begin) if form.begin else ""
+        first, answer = ("", quoted(form.answer_begin)) if form.answer_begin else (begin, "")
         if self._required:
-            return [f"start: {self._with_tokens(self._form.preamble)} {begin} calls"]
+            return [f"start: {self._with_tokens(form.preamble)} {first} calls"]
         if self._content is not None:
-            return [f"start: {begin} calls | content", f"content: {lark_json(self._content)}"]
+            return [f"start: {first} calls | {answer} content", f"content: {lark_json(self._content)}"]
         excluded = rf" & ~/[ \t\r\n]*{re.escape(self._excluded)}(.|\n)*/" if self._excluded else ""
         rules = [rf"TEXT: {TEXT}{excluded}"]
         # Tokens without bytes are allowed anywhere in a text.
@@ -206,7 +208,8 @@ class _Outputs:
             heads = " | ".join(f"headed_{number}" for number in range(len(functions)))
             return [f"start: {pieces} ({heads} | TEXT)", *rules]
         lazy = "" if begin.startswith("<[") else "[lazy]"
-        return [f"start: {pieces} (trigger calls | TEXT)", *rules, f"trigger{lazy}: TEXT {begin}"]
+        start = f"calls | {answer}" if answer else ""
+        return [f"start: {start} {pieces} (trigger calls | TEXT)", *rules, f"trigger{lazy}: TEXT {begin}"]
 
     def _headed_rules(
         self, functions: Sequence[Function], schemas: Sequence[Schema], places: dict[int, Function], first_line: int

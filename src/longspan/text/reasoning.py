@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from longspan.text.call_formats.base import TEXT, OutputReader, literal, prefixes
+from longspan.text.call_formats.base import TEXT, OutputReader, literal, prefixes, quoted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +158,6 @@ def after_reasoning(grammar: str, form: ReasoningFormat, *, is_inside: bool, spe
 
     The section may be missing, unless the output begins inside. `special` are the ids of tokens without bytes.
     """
-    inner: dict[str, Any] = (
-        json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
-    )
-    first, *others = inner["grammars"]
     tokens = {text: id_ for text, id_ in special.items() if any(text in marker for marker in form.markers)}
     begin, end, answer = (literal(text, tokens) for text in (form.begin, form.end, form.answer_begin))
     ids = ",".join(str(token) for text, token in special.items() if not form.end.startswith(text))
@@ -176,5 +172,19 @@ def after_reasoning(grammar: str, form: ReasoningFormat, *, is_inside: bool, spe
     ]
     if ids:
         rules.append(f"piece: {TEXT} <[{ids}]>")
+    return _around(grammar, rules)
+
+
+def after_text(grammar: str, begin: str) -> str:
+    """Return the grammar of outputs that are `begin` and then follow `grammar`."""
+    return _around(grammar, ["%llguidance {}", f"start: {quoted(begin)} @answer"])
+
+
+def _around(grammar: str, rules: Sequence[str]) -> str:
+    """Return the grammar of these rules, in which `@answer` is `grammar`."""
+    inner: dict[str, Any] = (
+        json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
+    )
+    first, *others = inner["grammars"]
     outer = {"lark_grammar": "\n".join(rules)}
     return json.dumps({**inner, "grammars": [outer, {**first, "name": "answer"}, *others]}, ensure_ascii=False)

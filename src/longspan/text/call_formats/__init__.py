@@ -13,7 +13,7 @@ _MODULES = {
     "llama3_json": "objects",
     "mistral": "objects",
     "granite": "objects",
-    "functionary": "named",
+    "functionary": "named recipients",
     "qwen3_coder": "tagged",
     "glm45": "tagged",
     "openai": "harmony",
@@ -24,6 +24,5 @@ NAMES = tuple(_MODULES)
 
 def variants(name: str) -> tuple[CallFormat, ...]:
     """Return the variants of a format. The first is the default if no template decides."""
-    module = import_module(f"longspan.text.call_formats.{_MODULES[name]}")
-    found: tuple[CallFormat, ...] = module.VARIANTS[name]
-    return found
+    modules = [import_module(f"longspan.text.call_formats.{module}") for module in _MODULES[name].split()]
+    return tuple(form for module in modules for form in module.VARIANTS[name])

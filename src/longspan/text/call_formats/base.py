@@ -84,13 +84,15 @@ class ArgumentsReader(Protocol):
 class CallFormat(ABC):
     """The format of an output with calls: a text, `begin`, `opening`, calls with `between` between, `closing`.
 
-    `preamble`, `opening`, `between` and `closing` are written in Lark.
+    `preamble`, `opening`, `between` and `closing` are written in Lark. With `answer_begin`, an output is calls or
+    `answer_begin` and a text, after which calls may follow, and prompts end with `begin`.
 
     Attributes:
         begin: the text at which calls begin. Without one, a call is recognised by its head.
         markers: strings that no text contains. Vocabularies may have them as tokens.
         preamble: the beginning of an output that must call, before `begin`.
         between: empty if an output has at most one call.
+        answer_begin: the beginning of each output that does not begin with a call.
     """
 
     begin: str = ""
@@ -99,6 +101,7 @@ class CallFormat(ABC):
     opening: str = ""
     between: str = ""
     closing: str = ""
+    answer_begin: str = ""
 
     @abstractmethod
     def call_rules(
