@@ -85,10 +85,20 @@ $(SITE)/.installed: pyproject.toml constraints.txt
 	$(SITE)/bin/python $(PIP_M) install -c constraints.txt mkdocs-material 'mkdocstrings[python]'
 	@touch $@
 
-site-tools: $(SITE)/.installed
+# Scripts of npm packages that pages would load from a network: they draw diagrams, and search pages that are files.
+$(SITE)/scripts: $(SITE)/.installed
+	@if command -v npm >/dev/null; then \
+		set -e; rm -rf $(SITE)/npm; mkdir -p $(SITE)/npm; cd $(SITE)/npm; \
+		npm pack --silent mermaid@11.17.2 iframe-worker@1.0.4 >/dev/null; \
+		tar -xzOf mermaid-*.tgz package/dist/mermaid.min.js >mermaid.min.js; \
+		tar -xzOf iframe-worker-*.tgz package/shim/index.js >iframe-worker.js; \
+		rm -rf -- *.tgz ../scripts; mv ../npm ../scripts; \
+	else echo "npm is not installed: diagrams of the site need a network, or are shown as text" >&2; fi
 
-site: $(SITE)/.installed
-	$(SITE)/bin/mkdocs build --strict --quiet
+site-tools: $(SITE)/scripts
+
+site: site-tools
+	$(SITE)/bin/mkdocs build --strict
 
 # vLLM pins versions of torchvision, torchaudio and torchcodec that do not match its PyTorch. Nothing here needs them.
 $(PEERS)/.installed:

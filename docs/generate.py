@@ -82,7 +82,8 @@ def _flag(argument: Argument) -> Row:
     if default and argument.field_info.default is not None:
         default = f"`{default}`"
     shown = f"{names} `{metavar}`" if metavar else names
-    return shown, f"`{variable.removeprefix('LONGSPAN_')}`", default, argument.parameter.help or ""
+    description = (argument.parameter.help or "").replace("[", "\\[")  # brackets would be links
+    return shown, f"`{variable.removeprefix('LONGSPAN_')}`", default, description
 
 
 def _metrics() -> str:

@@ -22,6 +22,8 @@ from longspan.errors import ParameterError
 from longspan.model.files import cache_root, lock_folder
 
 Kind = Literal["weights", "kv", "documents"]
+_DTYPES = {"F32": "float32", "BF16": "bfloat16"}
+"""Names of types by their names in safetensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +121,18 @@ def _entry(kind: Kind, folder: Path, model: str) -> Entry:
 
 
 def _model_of(weights: Path) -> str:
-    """Describe the model of a folder of converted weights by its configuration."""
+    """Describe the model of a folder of converted weights by its configuration, and by the type of its last tensor."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - needed for weights only
+
     try:
         config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with safe_open(next(weights.glob("*.safetensors")), "np") as tensors:
+            [*_, name] = tensors.keys()
+            dtype = tensors.get_slice(name).get_dtype()
+    except (OSError, ValueError, SafetensorError, StopIteration):
         return "unknown"
     [architecture, *_] = config.get("architectures") or ["unknown"]
-    return f"{architecture}, {config.get('num_hidden_layers', '?')} layers, {config.get('dtype', '?')}"
+    return f"{architecture}, {config.get('num_hidden_layers', '?')} layers, {_DTYPES.get(dtype, dtype)}"
 
 
 def _models_of_document(folder: Path) -> str:

@@ -28,7 +28,8 @@ KeepArgument = Annotated[
 ]
 HOST_GIB, DISK_GIB = 4.0, 4.0
 """Memory and disk for the KV of a kept document, if not given. These hold 93,000 tokens of the default model, or
-32,000 tokens of Llama 3 8B. A longer document is answered, but not kept. A kept document gets the disk that it has."""
+32,000 tokens of Llama 3 8B. A longer document is answered, but not kept. A full disk gives less, and a kept document
+gets the disk that it has."""
 _SAVE_S = 600.0
 """Seconds in which the KV of a document is written after its first answer."""
 _RECORD = "document.json"
@@ -94,7 +95,7 @@ class Kept:
         return replace(
             engine,
             host_kv_gib=engine.host_kv_gib or HOST_GIB,
-            disk_kv_gib=engine.disk_kv_gib or max(DISK_GIB, self._stored_gib()),
+            disk_kv_gib=engine.disk_kv_gib or self._default_disk_gib(),
             disk_kv_dir=str(self._present),
         )
 
@@ -165,9 +166,10 @@ class Kept:
             self._is_stale = True
             return None
 
-    def _stored_gib(self) -> int:
-        """Return the size of the stored KV, rounded up."""
-        return math.ceil(_num_bytes(self._present) / 2**30)
+    def _default_disk_gib(self) -> float:
+        """Return `DISK_GIB`, or half of the free space if that is less, and at least the size of the stored KV."""
+        free_bytes = shutil.disk_usage(self._present).free
+        return max(min(DISK_GIB, free_bytes / 2**31), math.ceil(_num_bytes(self._present) / 2**30))
 
     def _remove_unsaved(self) -> None:
         if self._is_stale and self._saved is None:
