@@ -34,8 +34,10 @@ def main() -> None:
     model = client.models.list().data[0].id
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Do I need an umbrella in Rome today?"}]
 
-    # "required" makes a small model call the tool. Leave out tool_choice if your model decides well by itself.
-    answer = client.chat.completions.create(model=model, messages=messages, tools=[WEATHER], tool_choice="required")
+    # Both choices help a small model: it calls the tool, and once. Leave them out if your model decides by itself.
+    answer = client.chat.completions.create(
+        model=model, messages=messages, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False
+    )
     message = answer.choices[0].message
     messages.append(message.model_dump(exclude_none=True))  # type: ignore[arg-type]
     for call in message.tool_calls or []:

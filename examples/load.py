@@ -16,8 +16,6 @@ from pydoc_data.topics import topics
 
 MANUAL = "\n\n".join(topics.values())
 """The manual that ships with Python."""
-LENGTHS = (1_000, 4_000, 16_000)
-"""Characters. A token has about four."""
 
 
 def main() -> None:
@@ -26,12 +24,13 @@ def main() -> None:
     parser.add_argument("--url", default="http://localhost:8000")
     parser.add_argument("--num-requests", type=int, default=12)
     parser.add_argument("--rate", type=float, default=0.5, help="requests per second")
+    parser.add_argument("--lengths", type=int, nargs="+", default=(1_000, 4_000, 16_000), help="in characters")
     options = parser.parse_args()
     draw = random.Random(0)
     threads = []
     for number in range(options.num_requests):
-        start = draw.randrange(len(MANUAL) - max(LENGTHS))
-        text = MANUAL[start : start + draw.choice(LENGTHS)]
+        start = draw.randrange(len(MANUAL) - max(options.lengths))
+        text = MANUAL[start : start + draw.choice(options.lengths)]
         threads.append(threading.Thread(target=ask, args=(options.url, number, text)))
         threads[-1].start()
         time.sleep(draw.expovariate(options.rate))

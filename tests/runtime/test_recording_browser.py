@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import ThreadLLM
@@ -16,7 +17,22 @@ PICTURE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "picture.py"))
 if PICTURE["find_chromium"]() is None:
     pytest.skip("Chromium is not installed: apt-get install chromium", allow_module_level=True)
 
+OVERLAPS = """() => {
+    const texts = [...document.querySelectorAll('.annotation-text, .xtitle, .ytitle, .legendtext')].map(text =>
+        ({text: text.textContent, box: text.getBoundingClientRect()})).filter(({box}) => box.width > 0)
+    const overlap = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom
+    return texts.flatMap(({text, box}, i) =>
+        texts.slice(i + 1).filter(other => overlap(box, other.box)).map(other => [text, other.text]))}"""
+"""Pairs of titles and legends that overlap."""
 PROMPTS = [list(range(first, first + 40)) for first in (1, 2, 3, 4)]
+
+
+def check_picture(page: Any, path: Path) -> None:
+    """Take a picture of the page, whose titles and legends do not overlap and whose width fits the window."""
+    assert page.evaluate(OVERLAPS) == []
+    assert not page.evaluate("() => document.documentElement.scrollWidth > document.documentElement.clientWidth")
+    page.screenshot(path=path, full_page=True)
+    assert path.stat().st_size > 50_000, "the picture is not blank"
 
 
 def test_the_page_of_a_real_run_is_drawn_without_a_network(tiny: Path, tmp_path: Path) -> None:
@@ -40,6 +56,7 @@ def test_the_page_of_a_real_run_is_drawn_without_a_network(tiny: Path, tmp_path:
         assert drawn == len(bars) > 0 and set(bars) == {0, 1}
         lines = [page.locator(f"#instances .subplot.x{row}y{row} .trace").count() for row in (3, 4)]
         assert lines == [1, 2]
+        check_picture(page, tmp_path / "run.png")
 
 
 def test_a_recorded_and_a_simulated_run_are_drawn_on_one_page(tiny: Path, tmp_path: Path) -> None:
@@ -57,3 +74,4 @@ def test_a_recorded_and_a_simulated_run_are_drawn_on_one_page(tiny: Path, tmp_pa
             assert bars.locator("path").count() > len(PROMPTS)
         head = page.locator("table:has-text('TTFT P50') th, table:has-text('P50') th").all_text_contents()
         assert head[1:3] == ["recorded chunked", "chunked"]
+        check_picture(page, tmp_path / "page.png")

@@ -100,3 +100,4 @@ def test_a_grammar_begins_after_the_section(
     assert grammar_accepts(maybe, answer, with_markers=with_markers)
     assert not grammar_accepts(inside, answer, with_markers=with_markers)
     assert not grammar_accepts(maybe, "<think>" + answer, with_markers=with_markers)
+    assert not grammar_accepts(maybe, "\n" + answer, with_markers=with_markers), "readers expect calls at the start"

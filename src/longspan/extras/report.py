@@ -40,13 +40,16 @@ _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#
 _LINES = {"all": "solid", "prefill": "solid", "decode": "dash"}
 _PERCENTS = np.concatenate([np.linspace(0, 99, 199), np.linspace(99.1, 100, 10)])
 _MARKED = (50, 90, 99)
+_UNBROKEN_CHARS = 24
+_LEFT_PART = 0.15
+"""Left fraction of a distribution. Labels there are right of their points, since the axis would cut them off."""
 _ROW_PX, _LINE_PX, _GAP_PX = 26, 190, 60
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em; color: #222; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin: 1.6em 0 0; } p { color: #555; margin: .3em 0; }
 table { border-collapse: collapse; display: inline-table; vertical-align: top; margin: 0 3em .6em 0; }
 th { text-align: right; font-weight: 600; padding: 0 1em .1em 0; } th:first-child { text-align: left; }
-td { padding: .1em 1em .1em 0; white-space: nowrap; } td + td { text-align: right; font-variant-numeric: tabular-nums; }
+td { padding: .1em 1em .1em 0; } td + td { text-align: right; font-variant-numeric: tabular-nums; }
 """
 
 
@@ -175,8 +178,13 @@ def _request_row(name: str, served: Sequence[Served], splits: Sequence[TimeSplit
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    lines = ["".join(f"<td>{html.escape(_unbroken(cell))}</td>" for cell in row) for row in rows]
     return f"<table>{f'<tr>{titles}</tr>' if head else ''}{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _unbroken(cell: str) -> str:
+    """Return a short cell with spaces that do not break its line. A long cell breaks, so that the page fits."""
+    return cell.replace(" ", "\u00a0") if len(cell) <= _UNBROKEN_CHARS else cell
 
 
 def _words(value: object) -> str:
@@ -298,16 +306,20 @@ def _scatter(record: Record, x: Sequence[float]) -> Scatter:
 
 def _distribution(records: Sequence[Record], times: Callable[[Record], NDArray[np.float64]]) -> Figure:
     """Plot the cumulative distribution of times per policy, with marked percentiles."""
-    figure, positive = _figure("seconds", "%"), True
+    figure = _figure("seconds", "%")
+    every = np.concatenate([times(record) for record in records]) if records else np.empty(0)
+    positive = len(every) == 0 or float(every.min()) > 0
+    places = np.log(every) if positive else every
+    left = places.min() + _LEFT_PART * np.ptp(places) if len(every) and np.ptp(every) > 0 else -np.inf
     for colour, record in zip(_COLOURS * len(records), records, strict=False):
         times_s = times(record)
         if not len(times_s):
             continue
         points = np.percentile(times_s, _PERCENTS)
-        positive = positive and points[0] > 0
         line = {"color": colour}
         figure.add_trace(Scatter(x=points.tolist(), y=_PERCENTS.tolist(), mode="lines", line=line, name=record.policy))
         marked = [percentile(times_s, percent) or 0.0 for percent in _MARKED]
+        sides = ["right" if (np.log(value) if positive else value) <= left else "left" for value in marked]
         texts = [f"P{percent} {seconds(value)}" for percent, value in zip(_MARKED, marked, strict=True)]
         figure.add_trace(
             Scatter(
@@ -315,7 +327,7 @@ def _distribution(records: Sequence[Record], times: Callable[[Record], NDArray[n
                 y=list(_MARKED),
                 mode="markers+text",
                 text=texts,
-                textposition="top left",
+                textposition=[f"top {side}" for side in sides],
                 marker={"color": colour},
                 textfont={"color": colour},
                 showlegend=False,

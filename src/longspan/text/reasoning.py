@@ -164,7 +164,7 @@ def after_reasoning(grammar: str, form: ReasoningFormat, *, is_inside: bool, spe
     lazy = "" if end.startswith("<[") else "[lazy]"
     rules = [
         "%llguidance {}",
-        f"start: {'section' if is_inside else 'opened?'} BLANKS? {answer} @answer",
+        f"start: {'section BLANKS?' if is_inside else '(opened BLANKS?)?'} {answer} @answer",
         f"opened: BLANKS? {begin} section",
         f"section: {'piece* ' if ids else ''}closing",
         f"closing{lazy}: {TEXT} {end}",
