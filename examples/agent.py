@@ -1,6 +1,6 @@
 """An agent with one tool: the model calls it, this program runs it, and the model answers with the result.
 
-The server needs a model whose chat template knows tools, or one that does: `longspan serve --chat-template
+The server needs a chat template with tools. If that of the model has none, start it by `longspan serve --chat-template
 examples/agent.jinja`. The client is `pip install openai`.
 """
 
@@ -36,14 +36,20 @@ def main() -> None:
 
     # Both choices help a small model: it calls the tool, and once. Leave them out if your model decides by itself.
     answer = client.chat.completions.create(
-        model=model, messages=messages, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False
+        model=model,
+        messages=messages,
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0,
     )
     message = answer.choices[0].message
     messages.append(message.model_dump(exclude_none=True))  # type: ignore[arg-type]
     for call in message.tool_calls or []:
         assert call.type == "function"
-        result = weather(**json.loads(call.function.arguments))
-        print(f"{call.function.name}({call.function.arguments}) = {result}")
+        arguments = json.loads(call.function.arguments)
+        result = weather(**arguments)
+        print(f"{call.function.name}({arguments}) = {result}")
         messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
     answer = client.chat.completions.create(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -121,14 +122,14 @@ def _entry(kind: Kind, folder: Path, model: str) -> Entry:
 
 
 def _model_of(weights: Path) -> str:
-    """Describe the model of a folder of converted weights by its configuration, and by the type of its last tensor."""
+    """Describe the model of a folder of converted weights by its configuration, and by the type of most tensors."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - needed for weights only
 
     try:
         config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
         with safe_open(next(weights.glob("*.safetensors")), "np") as tensors:
-            [*_, name] = tensors.keys()
-            dtype = tensors.get_slice(name).get_dtype()
+            names = tensors.keys()
+            [(dtype, _)] = Counter(tensors.get_slice(name).get_dtype() for name in names).most_common(1)
     except (OSError, ValueError, SafetensorError, StopIteration):
         return "unknown"
     [architecture, *_] = config.get("architectures") or ["unknown"]
