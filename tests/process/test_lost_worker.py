@@ -17,7 +17,6 @@ import psutil
 import pytest
 import thread_launcher as threads
 import torch
-import zmq
 from engines import ThreadLLM
 from forked import Forked
 from leftovers import left_names, wait_until_gone
@@ -29,6 +28,7 @@ from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.limits import Memory
 from longspan.runtime import messages
 from longspan.runtime.executor import control_plane, processes
+from longspan.runtime.executor.channel import Channel
 from longspan.runtime.executor.control_plane import WorkerExecutor
 
 LONG = SamplingParams(temperature=0, max_tokens=4)
@@ -198,17 +198,15 @@ class Puppet:
 
     def __init__(self, launcher: Puppets, rank: int) -> None:
         self.pid, self._code, self._ended = os.getpid(), 0, threading.Event()
-        self._commands, self._reports = launcher.context.socket(zmq.PULL), launcher.context.socket(zmq.PUSH)
-        self._commands.bind(messages.command_address(launcher.endpoint, rank))
-        self._reports.connect(messages.report_address(launcher.endpoint))
+        self._controller = launcher.channel.contact.connect(launcher.channel.context, rank)
         if rank != launcher.silent:
             self.say(messages.Ready(rank))
 
     def say(self, report: messages.Report) -> None:
-        self._reports.send(msgspec.msgpack.encode(report))
+        self._controller.send(msgspec.msgpack.encode(report))
 
     def close(self) -> None:
-        self._commands.close()
+        self._controller.close()
 
     def end(self, code: int) -> None:
         self._code = code
@@ -229,7 +227,7 @@ class Puppets:
 
     def __init__(self, silent: int | None = None) -> None:
         self.silent = silent
-        self.cluster, self.context, self.endpoint = Cluster.of("3"), zmq.Context(), "inproc://puppets"
+        self.cluster, self.channel = Cluster.of("3"), Channel("inproc://puppets")
         self.workers: list[Puppet] = []
 
     def start(self, rank: int) -> Puppet:
@@ -376,8 +374,6 @@ def test_a_thread_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, cap
     num_threads = torch.get_num_threads()
     config: Any = SimpleNamespace(device="cpu", cluster=Cluster.of("1"), num_threads=num_threads + 1, kernels=None)
     launcher = threads.ThreadLauncher(config)
-    reports = launcher.context.socket(zmq.PULL)
-    reports.bind(messages.report_address(launcher.endpoint))
     worker = launcher.start(0)
     with pytest.raises(TimeoutError, match=r"rank 0 still runs after 0\.01 s"):
         worker.wait(0.01)
@@ -385,9 +381,9 @@ def test_a_thread_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, cap
     assert "rank 0 hangs, so its thread is abandoned" in caplog.text
     held.set()
     assert worker.wait(20) == 1
-    assert reports.poll(5000)
-    assert "too late" in msgspec.msgpack.decode(reports.recv(), type=messages.Report).reason
-    launcher.context.destroy(linger=0)
+    report = launcher.channel.receive(5.0)
+    assert report is not None and "too late" in msgspec.msgpack.decode(report, type=messages.Report).reason
+    launcher.channel.close()
     assert torch.get_num_threads() == num_threads + 1
     launcher.clean_up()
     assert torch.get_num_threads() == num_threads

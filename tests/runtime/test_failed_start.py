@@ -22,7 +22,7 @@ from longspan import service
 from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
 from longspan.runtime import disk_pool, host_pool
-from longspan.runtime.executor import control_plane, processes
+from longspan.runtime.executor import channel, control_plane, processes
 from longspan.runtime.messages import WorkerConfig
 from longspan.service import Service
 
@@ -143,7 +143,7 @@ def test_a_launcher_that_fails_leaves_no_run_folder(monkeypatch: pytest.MonkeyPa
         raise OSError("too many open files")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(processes.zmq, "Context", fail)
+    monkeypatch.setattr(channel.zmq, "Context", fail)
     config: Any = SimpleNamespace(cluster=Cluster.of("1", num_blocks=[1]))
     with pytest.raises(OSError, match="too many open files"):
         processes.ProcessLauncher(config)

@@ -12,10 +12,10 @@ import threading
 from typing import TYPE_CHECKING
 
 import torch
-import zmq
 
 from longspan.attn.memory import Wires
-from longspan.runtime.messages import WorkerConfig, command_address, report_address
+from longspan.runtime.executor.channel import Channel
+from longspan.runtime.messages import WorkerConfig
 from longspan.runtime.rank import Rank
 from longspan.runtime.worker import Transports, failure, send_report
 
@@ -43,7 +43,7 @@ class ThreadLauncher:
             from longspan import native
 
             native.load(config.kernels)
-        self.context, self.endpoint = zmq.Context(), f"inproc://longspan-{next(_numbers)}"
+        self.channel = Channel(f"inproc://longspan-{next(_numbers)}")
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(config.num_threads)
 
@@ -76,9 +76,7 @@ class WorkerThread:
     def __init__(self, launcher: ThreadLauncher, rank: int) -> None:
         self.pid = os.getpid()
         self._launcher, self._config, self._rank, self._code = launcher, launcher.config, rank, 1
-        self._commands, self._reports = launcher.context.socket(zmq.PULL), launcher.context.socket(zmq.PUSH)
-        self._commands.bind(command_address(launcher.endpoint, rank))
-        self._reports.connect(report_address(launcher.endpoint))
+        self._controller = launcher.channel.contact.connect(launcher.channel.context, rank)
         self._thread = threading.Thread(target=self._run, name=f"longspan rank {rank}", daemon=True)
         self._thread.start()
 
@@ -111,14 +109,13 @@ class WorkerThread:
                     lambda hosts: self._launcher.transports(self._rank, len(hosts)),
                     probe=self._launcher.probe(self._rank),
                 )
-            rank.serve(self._commands, self._reports)
+            rank.serve(self._controller)
             self._code = 0
         except Exception as error:  # noqa: BLE001 - report any error to the controller
             _log.exception("rank %d failed", self._rank)
-            send_report(self._reports, failure(self._rank, error))
+            send_report(self._controller, failure(self._rank, error))
         finally:
             self.kill()
             if rank is not None:
                 rank.close()
-            self._commands.close(linger=0)
-            self._reports.close()
+            self._controller.close()

@@ -9,21 +9,20 @@ import io
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
-import zmq
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from engines import InOrderLauncher
 from server_client import Reply, completion
 from starlette.testclient import TestClient
-from thread_launcher import WorkerThread
 
 from longspan.args import EngineArgs
 from longspan.errors import WorkerLostError
-from longspan.runtime.messages import WorkerConfig, command_address
+from longspan.runtime.messages import Failed, WorkerConfig
 from longspan.serve import core_process, engine_loop
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
@@ -35,32 +34,16 @@ from longspan.service import Service
 from longspan.text.input_processor import InputProcessor
 
 _KEY = "sesame"
-_NO_COMMAND = b"\xc1"
-"""No message of msgpack begins so: a worker that receives it fails."""
 
 
 class MortalLauncher(InOrderLauncher):
     """Starts workers that `lose` ends."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        super().__init__(config)
-        self._senders: list[zmq.Socket[bytes]] = []
-
-    def start(self, rank: int) -> WorkerThread:
-        worker = super().start(rank)
-        sender = self.context.socket(zmq.PUSH)
-        sender.connect(command_address(self.endpoint, rank))
-        self._senders.append(sender)
-        return worker
-
     def lose(self, rank: int) -> None:
-        with suppress(zmq.ZMQError):  # the worker has ended
-            self._senders[rank].send(_NO_COMMAND, zmq.NOBLOCK)
-
-    def clean_up(self) -> None:
-        for sender in self._senders:
-            sender.close(linger=0)
-        super().clean_up()
+        """Report a failure of a worker, from any thread. The controller then ends all workers."""
+        if not self.channel.context.closed:
+            with self.channel.reporter() as socket:
+                socket.send(msgspec.msgpack.encode(Failed(rank, "it was killed", peer=False)))
 
 
 class CoreKilledError(Exception):

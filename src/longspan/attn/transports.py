@@ -13,20 +13,25 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # public, but not in its __all__
 
 from longspan.attn.comm import OUTBOX_BYTES, Calls, CommError, Pending, Sums
 
 
-def meet(store: str, rank: int, world_size: int, *, backend: str = "gloo", timeout_s: float | None = None) -> None:
-    """Create the process group of all ranks of this host. They find each other by the file `store`.
+def meet(
+    store: str | Store, rank: int, world_size: int, *, backend: str = "gloo", timeout_s: float | None = None
+) -> None:
+    """Create the process group of all ranks. They find each other by `store`, or by a file of this host with this path.
 
-    gloo listens on the loopback interface only. `timeout_s` bounds each transfer. The default is PyTorch's.
+    gloo listens on the interface of GLOO_SOCKET_IFNAME only, by default the loopback interface. `timeout_s` bounds each
+    transfer. The default is PyTorch's.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    file = dist.FileStore(store, world_size)  # type: ignore[attr-defined]  # public, but not in its __all__
+    if isinstance(store, str):
+        store = FileStore(store, world_size)
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     with polite_threads():
-        dist.init_process_group(backend, store=file, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     dist.barrier()
 
 

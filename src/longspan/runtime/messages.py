@@ -186,11 +186,3 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
 
 
 Report = Ready | Measured | Done | Moved | Sent | Regrouped | Stored | Failed | Exited
-
-
-def command_address(endpoint: str, rank: int) -> str:
-    return f"{endpoint}/commands-{rank}"
-
-
-def report_address(endpoint: str) -> str:
-    return f"{endpoint}/reports"

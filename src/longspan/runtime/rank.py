@@ -70,11 +70,11 @@ class Rank:
         if probe is not None:
             probe.begin()
 
-    def serve(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
-        """Execute commands until Stop. Return True if no KV was in flight then."""
-        inbox = Inbox(commands)
+    def serve(self, controller: zmq.Socket[bytes]) -> bool:
+        """Execute the controller's commands until Stop. Return True if no KV was in flight then."""
+        inbox = Inbox(controller)
         fallbacks = tuple(text for model in self._models.values() for text in model.fallbacks)
-        send_report(reports, messages.Ready(self._rank, fallbacks))
+        send_report(controller, messages.Ready(self._rank, fallbacks))
         while True:
             worker = self._worker
             with self._watch.during("controller"):
@@ -82,7 +82,7 @@ class Rank:
             if worker is not None:
                 worker.prepare(new)
                 for report in worker.arrived():
-                    send_report(reports, report)
+                    send_report(controller, report)
             match inbox.next():
                 case messages.Stop():
                     if worker is not None:
@@ -93,12 +93,12 @@ class Rank:
                         worker.settle(sends=True)
                     del worker  # a device has memory for one share of the model
                     if isinstance(command, messages.Measure):
-                        send_report(reports, self._measure())
+                        send_report(controller, self._measure())
                     else:
-                        send_report(reports, self._regroup(command))
+                        send_report(controller, self._regroup(command))
                 case command if command is not None and worker is not None:
                     for report in worker.execute(command):
-                        send_report(reports, report)
+                        send_report(controller, report)
 
     def _regroup(self, command: messages.RunReshard) -> messages.Regrouped:
         """Take the place in another cluster."""

@@ -383,8 +383,8 @@ def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequ
     return dict(zip(num_top, logprobs, strict=True))
 
 
-def send_report(reports: zmq.Socket[bytes], report: messages.Report) -> None:
-    reports.send(msgspec.msgpack.encode(report))
+def send_report(controller: zmq.Socket[bytes], report: messages.Report) -> None:
+    controller.send(msgspec.msgpack.encode(report))
 
 
 def failure(rank: int, error: Exception) -> messages.Failed:

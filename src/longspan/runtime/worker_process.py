@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import zmq
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not in its __all__
 
 from longspan import native
 from longspan.attn import shared_memory
@@ -24,7 +25,7 @@ from longspan.attn.comm import NO_PEERS
 from longspan.attn.routing import DirectedTransport, RoutedTransport
 from longspan.attn.transports import TorchTransport, meet, peer_errors
 from longspan.runtime.child import end_with_parent
-from longspan.runtime.messages import WorkerConfig, command_address, report_address
+from longspan.runtime.executor.forkserver import StartWorker
 from longspan.runtime.rank import Rank
 from longspan.runtime.step_comm import StepLanes
 from longspan.runtime.worker import Transports, failure, send_report
@@ -32,27 +33,25 @@ from longspan.runtime.worker import Transports, failure, send_report
 _log = logging.getLogger("longspan.worker")
 
 
-def main(config: WorkerConfig, rank: int, run_dir: str, lifeline: int) -> None:
+def main(command: StartWorker, lifeline: int) -> None:
     """Run a worker until Stop, until its controller exits, or until it fails.
 
     Args:
-        run_dir: the engine's private folder: sockets and the rendezvous file. It is removed at shutdown.
-        lifeline: the file descriptor of a pipe whose other end closes when the controller exits.
+        lifeline: the file descriptor of a pipe whose other end closes when the process that started it exits.
     """
+    rank = command.rank
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group. The controller handles it
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {rank} %(levelname)s %(message)s"
     )
-    end_with_parent(lifeline, remove=run_dir)
-    context, endpoint = zmq.Context(), f"ipc://{run_dir}"
-    commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    commands.bind(command_address(endpoint, rank))
-    reports.connect(report_address(endpoint))
+    end_with_parent(lifeline, remove=command.run_dir)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    controller = command.contact.connect(context, rank)
     try:
-        is_complete = _load(config, rank, run_dir).serve(commands, reports)
+        is_complete = _load(command).serve(controller)
     except Exception as error:  # noqa: BLE001 - report any error to the controller, then exit
         _log.exception("the worker failed")
-        send_report(reports, failure(rank, error))
+        send_report(controller, failure(rank, error))
         context.destroy(linger=1000)
         os._exit(1)  # immediately, so that the peers' transfers fail before their timeout
     context.destroy(linger=1000)
@@ -60,7 +59,8 @@ def main(config: WorkerConfig, rank: int, run_dir: str, lifeline: int) -> None:
         dist.destroy_process_group()
 
 
-def _load(config: WorkerConfig, rank: int, run_dir: str) -> Rank:
+def _load(command: StartWorker) -> Rank:
+    config, rank = command.config, command.rank
     device, cores = open_device(config.device, rank), own_cores()
     if (kernels := config.kernels or config.host_kernels) is not None:
         native.load(kernels)
@@ -68,8 +68,13 @@ def _load(config: WorkerConfig, rank: int, run_dir: str) -> Rank:
     def connect(hosts: Sequence[int]) -> Transports:
         torch.set_num_threads(config.threads_among(len(hosts)))
         keep_to_cores(config.device, rank, len(hosts), cores)
-        return open_transports(device, rank, hosts, f"{run_dir}/rendezvous{len(hosts)}")
+        return open_transports(device, rank, hosts, f"{command.run_dir}/rendezvous{len(hosts)}", store=store)
 
+    store = None
+    if command.contact.store is not None:
+        from longspan.runtime.store import ControllerStore  # noqa: PLC0415 - for ranks on several hosts
+
+        store = ControllerStore(command.contact)
     torch.set_num_threads(config.num_threads)
     probe = None
     if device.type == "cuda":
@@ -80,9 +85,18 @@ def _load(config: WorkerConfig, rank: int, run_dir: str) -> Rank:
 
 
 def open_transports(
-    device: torch.device, rank: int, hosts: Sequence[int], store: str, *, timeout_s: float | None = None
+    device: torch.device,
+    rank: int,
+    hosts: Sequence[int],
+    prefix: str,
+    *,
+    store: Store | None = None,
+    timeout_s: float | None = None,
 ) -> Transports:
-    """Connect a rank with all ranks, whose `hosts` are given. Paths of rendezvous files begin with `store`.
+    """Connect a rank with all ranks, whose `hosts` are given.
+
+    Ranks of a host meet by files whose paths begin with `prefix`. Ranks of several hosts meet by `store`, or by such a
+    file if the hosts are imitated on one machine.
 
     CPU ranks use shared memory within a host, where the system supports it, and gloo between hosts. CUDA ranks use
     NCCL, or gloo through host memory if ranks share a device.
@@ -94,9 +108,10 @@ def open_transports(
         steps = StepLanes.one(NO_PEERS)
         return Transports(steps=steps, rebalances=NO_PEERS, moves=NO_PEERS, hidden=NO_PEERS, samples=NO_PEERS)
     if len(neighbours) + 1 == len(hosts):
-        return _on_host(rank, neighbours, store, timeout_s)
-    far = _by_process_groups(device, rank, len(hosts), store, timeout_s)
-    return _routed(_on_host(rank, neighbours, store, timeout_s), neighbours, far) if neighbours else far
+        return _on_host(rank, neighbours, prefix, timeout_s)
+    meeting = prefix if store is None else PrefixStore(str(len(hosts)), store)
+    far = _by_process_groups(device, rank, len(hosts), meeting, timeout_s)
+    return _routed(_on_host(rank, neighbours, prefix, timeout_s), neighbours, far) if neighbours else far
 
 
 def _on_host(rank: int, neighbours: Sequence[int], prefix: str, timeout_s: float | None) -> Transports:
@@ -128,7 +143,7 @@ def _routed(near: Transports, neighbours: Sequence[int], far: Transports) -> Tra
 
 
 def _by_process_groups(
-    device: torch.device, rank: int, num_ranks: int, store: str, timeout_s: float | None
+    device: torch.device, rank: int, num_ranks: int, store: str | Store, timeout_s: float | None
 ) -> Transports:
     """Open one tagged process group with gloo, or one process group per kind of work with NCCL.
 

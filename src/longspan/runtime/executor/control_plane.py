@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, Protocol, Self, TypeVar
 
@@ -22,12 +22,12 @@ from longspan.core.steps import BytesSent, Completion, Forward, Free, MoveKV, Re
 from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.runtime import messages
 from longspan.runtime.child import how_ended, lack_of_memory, unless_forked
+from longspan.runtime.executor.channel import Channel
 from longspan.runtime.executor.in_flight import InFlight
 
 if TYPE_CHECKING:
     from longspan.runtime.disk_pool import DiskLane, DiskPool
 
-_MAX_POLL_S = 2e6  # ZeroMQ counts milliseconds in 32 bits
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
 _BLAME_TIMEOUT_S = 3.0
@@ -63,13 +63,11 @@ class WorkerHandle(Protocol):
 class Launcher(Protocol):
     """Starts the workers of one engine: one per rank of `cluster`, and more for larger clusters.
 
-    Attributes:
-        context: for the sockets of controller and workers, whose addresses begin with `endpoint`.
+    The executor closes `channel`, to which workers connect, and then calls `clean_up`.
     """
 
     cluster: Cluster
-    context: zmq.Context[zmq.Socket[bytes]]
-    endpoint: str
+    channel: Channel
 
     def start(self, rank: int) -> WorkerHandle:
         """Start a worker, which reports when it is ready."""
@@ -103,17 +101,12 @@ class WorkerExecutor:
         cluster = launcher.cluster
         with ExitStack() as acquired:
             acquired.callback(launcher.clean_up)
-            acquired.callback(launcher.context.destroy, linger=0)
-            self._launcher, self._step_timeout_s = launcher, step_timeout_s
-            self._context = launcher.context
-            self._context.sndhwm = self._context.rcvhwm = 0  # no queue limits: the engine limits steps in flight
-            self._commands: list[zmq.Socket[bytes]] = []
+            acquired.callback(launcher.channel.close)
+            self._launcher, self._step_timeout_s, self._channel = launcher, step_timeout_s, launcher.channel
             self._in_flight = InFlight(cluster)
             self._workers: list[WorkerHandle] = []
-            self._reports = self._context.socket(zmq.PULL)
             self._watchers: list[threading.Thread] = []
-            stored = self._context.socket(zmq.PUSH)
-            self._disk_lane = _disk_lane(disks, stored) if disks else None
+            self._disk_lane = _disk_lane(disks, self._channel.reporter()) if disks else None
             self.wakeup: zmq.Socket[bytes] | int | None = None
             self.worker_times: list[dict[str, float]] = [{} for _ in range(cluster.num_ranks)]
             self._decoder = msgspec.msgpack.Decoder(messages.Report)
@@ -123,14 +116,10 @@ class WorkerExecutor:
                 unless_forked(_clean_up),
                 self._workers,
                 self._watchers,
-                self._commands,
-                self._reports,
                 self._disk_lane,
                 launcher,
             )
             acquired.callback(self.close)
-            self._reports.bind(messages.report_address(launcher.endpoint))
-            stored.connect(messages.report_address(launcher.endpoint))
             for rank in range(cluster.num_ranks):
                 self._start(rank)
             ready = self._await(messages.Ready)
@@ -147,12 +136,12 @@ class WorkerExecutor:
         A Reshard to a cluster with more ranks starts more workers.
         """
         if isinstance(step, Free):
-            self._send(messages.RunFree(step), range(len(self._commands)))
+            self._send(messages.RunFree(step), range(len(self._workers)))
             return
         if isinstance(step, Reshard):
-            for rank in range(len(self._commands), step.cluster.num_ranks):
+            for rank in range(len(self._workers), step.cluster.num_ranks):
                 self._add(rank)
-            all_ranks = range(len(self._commands))
+            all_ranks = range(len(self._workers))
             self._in_flight.regroup(step, all_ranks, time.monotonic())
             self._send(messages.RunReshard(step.number, step.cluster), all_ranks)
             return
@@ -186,7 +175,7 @@ class WorkerExecutor:
         """
         self.run(step)
         for _ in range(2):
-            self._send(messages.Measure(), range(len(self._commands)))
+            self._send(messages.Measure(), range(len(self._workers)))
             reports = self._await(messages.Measured)
         return tuple(report.memory for report in sorted(reports, key=lambda report: report.rank))
 
@@ -196,7 +185,7 @@ class WorkerExecutor:
         Raises:
             WorkerLostError: if a worker dies or raises, for example from lack of memory.
         """
-        self._send(messages.Prepare(max_num_seqs, max_model_len), range(len(self._commands)))
+        self._send(messages.Prepare(max_num_seqs, max_model_len), range(len(self._workers)))
         self._await(messages.Ready)
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
@@ -227,14 +216,9 @@ class WorkerExecutor:
         self.close()
 
     def _start(self, rank: int) -> None:
-        endpoint = self._launcher.endpoint
-        socket = self._context.socket(zmq.PUSH)
-        socket.connect(messages.command_address(endpoint, rank))
-        self._commands.append(socket)
-        watcher = self._context.socket(zmq.PUSH)
-        watcher.connect(messages.report_address(endpoint))
-        self._workers.append(self._launcher.start(rank))  # after the socket: a worker without it could not be stopped
-        thread = threading.Thread(target=_watch, args=(self._workers[rank], rank, watcher), daemon=True)
+        self._workers.append(self._launcher.start(rank))
+        arguments = self._workers[rank], rank, self._channel.reporter()
+        thread = threading.Thread(target=_watch, args=arguments, daemon=True)
         thread.start()
         self._watchers.append(thread)
 
@@ -278,12 +262,8 @@ class WorkerExecutor:
     def _receive(
         self, timeout_s: float | None, wakeup: zmq.Socket[bytes] | int | None = None
     ) -> messages.Report | None:
-        poller = zmq.Poller()
-        poller.register(self._reports, zmq.POLLIN)
-        if wakeup is not None:
-            poller.register(wakeup, zmq.POLLIN)
-        ready = dict(poller.poll(None if timeout_s is None else int(min(max(0.0, timeout_s), _MAX_POLL_S) * 1000)))
-        return self._decoder.decode(self._reports.recv()) if self._reports in ready else None
+        data = self._channel.receive(timeout_s, wakeup)
+        return None if data is None else self._decoder.decode(data)
 
     def _take(self, report: messages.Report) -> Completion | None:
         match report:
@@ -336,7 +316,7 @@ class WorkerExecutor:
     def _send(self, command: messages.Command, ranks: Sequence[int]) -> None:
         data = msgspec.msgpack.encode(command)
         for rank in ranks:
-            _send_nowait(self._commands[rank], data)
+            self._channel.send(rank, data)
 
 
 def _watch(worker: WorkerHandle, rank: int, reports: zmq.Socket[bytes]) -> None:
@@ -350,12 +330,6 @@ def _watch(worker: WorkerHandle, rank: int, reports: zmq.Socket[bytes]) -> None:
         reports.close(linger=0)
 
 
-def _send_nowait(worker: zmq.Socket[bytes], command: bytes) -> None:
-    """Send a command without waiting, since a worker thread that has ended never reads it."""
-    with suppress(zmq.Again):
-        worker.send(command, zmq.NOBLOCK)
-
-
 def _disk_lane(disks: Mapping[int, DiskPool], stored: zmq.Socket[bytes]) -> DiskLane:
     from longspan.runtime.disk_pool import DiskLane  # noqa: PLC0415 - only with a disk tier
 
@@ -365,18 +339,13 @@ def _disk_lane(disks: Mapping[int, DiskPool], stored: zmq.Socket[bytes]) -> Disk
 def _clean_up(
     workers: Sequence[WorkerHandle],
     watchers: Sequence[threading.Thread],
-    commands: Sequence[zmq.Socket[bytes]],
-    reports: zmq.Socket[bytes],
     disk_lane: DiskLane | None,
     launcher: Launcher,
 ) -> None:
-    """End all workers, and release their processes, threads, sockets and files, except logs.
-
-    The arguments include all sockets of this thread: a context waits forever for a garbage socket that is not closed.
-    """
+    """End all workers, and release their processes, threads, sockets and files, except logs."""
     stop = msgspec.msgpack.encode(messages.Stop())
-    for socket in commands:
-        _send_nowait(socket, stop)
+    for rank in range(len(workers)):
+        launcher.channel.send_now(rank, stop)
     deadline = time.monotonic() + _STOP_TIMEOUT_S
     for worker in workers:
         try:
@@ -387,6 +356,5 @@ def _clean_up(
         watcher.join(_STOP_TIMEOUT_S)
     if disk_lane is not None:
         disk_lane.close()
-    reports.close(linger=0)
-    launcher.context.destroy(linger=0)
+    launcher.channel.close()
     launcher.clean_up()

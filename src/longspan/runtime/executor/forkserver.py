@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from longspan.runtime.child import start_child, unless_forked
+from longspan.runtime.contact import Contact
 from longspan.runtime.messages import WorkerConfig
 
 _LOST = -9
@@ -39,10 +40,15 @@ time if the awaited thread has lost its core to another process.
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag="start"):
-    """Fork the worker `rank`, with the folder `run_dir` and the log file `log`. The answer is `Started`."""
+    """Fork the worker `rank`, whose output goes to the file `log`. The answer is `Started`.
+
+    Attributes:
+        run_dir: the private folder of the engine on this host, where ranks of the host meet. Workers remove it.
+    """
 
     config: WorkerConfig
     rank: int
+    contact: Contact
     run_dir: str
     log: Path
 
@@ -132,7 +138,7 @@ class _ForkServer:
         return self._process.poll() is None
 
     def start(self, command: StartWorker) -> WorkerProcess:
-        """Start a worker, which finds its controller's sockets in its `run_dir`. Raises OSError if that fails."""
+        """Start a worker. Raises OSError if that fails."""
         with self._starting:
             self.send(command)
             if not self._started.acquire(timeout=_START_TIMEOUT_S):

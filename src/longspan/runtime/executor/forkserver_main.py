@@ -149,7 +149,7 @@ def _become_worker(command: StartWorker, lifeline: int) -> NoReturn:
             os.dup2(source, target)
         from longspan.runtime import worker_process  # noqa: PLC0415 - imported by the server, see `main`
 
-        worker_process.main(command.config, command.rank, command.run_dir, lifeline)
+        worker_process.main(command, lifeline)
         code = 0
     finally:
         sys.stdout.flush()

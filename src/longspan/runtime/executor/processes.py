@@ -8,10 +8,9 @@ import shutil
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import zmq
-
 from longspan.model.files import cache_root
 from longspan.runtime.child import make_run_dir
+from longspan.runtime.executor.channel import Channel
 from longspan.runtime.executor.forkserver import StartWorker, WorkerProcess, start_server
 from longspan.runtime.messages import WorkerConfig
 
@@ -20,9 +19,13 @@ _log = logging.getLogger("longspan")
 
 
 class ProcessLauncher:
-    """Forks one process per rank. Ranks and controller use sockets in the run folder."""
+    """Forks one process per rank.
 
-    def __init__(self, config: WorkerConfig) -> None:
+    Args:
+        listen: an address of this host, for encrypted sockets over TCP. None for sockets in the run folder.
+    """
+
+    def __init__(self, config: WorkerConfig, *, listen: str | None = None) -> None:
         self.cluster, self._config = config.cluster, config
         with ExitStack() as acquired:
             self._run_dir = make_run_dir()
@@ -34,17 +37,28 @@ class ProcessLauncher:
                 text = "logs of workers are removed when they end, since %s cannot be created (%s)"
                 _log.info(text, self._log_dir, error)
                 self._log_dir = Path(self._run_dir)
-            self.context, self.endpoint = zmq.Context(), f"ipc://{self._run_dir}"
+            self.channel = self._open_channel(listen)
             acquired.pop_all()
 
     def start(self, rank: int) -> WorkerProcess:
-        return start_server().start(StartWorker(self._config, rank, self._run_dir, self._log(rank)))
+        return start_server().start(self.command(rank))
+
+    def command(self, rank: int) -> StartWorker:
+        """Return the command that starts a rank."""
+        return StartWorker(self._config, rank, self.channel.contact, self._run_dir, self._log(rank))
 
     def hint(self, rank: int) -> str:
         return f"log: {self._log(rank)}"
 
     def clean_up(self) -> None:
         shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    def _open_channel(self, listen: str | None) -> Channel:
+        if listen is None:
+            return Channel(f"ipc://{self._run_dir}/controller")
+        from longspan.runtime.executor.secure_channel import SecureChannel  # noqa: PLC0415 - not for one host
+
+        return SecureChannel(listen)
 
     def _log(self, rank: int) -> Path:
         return self._log_dir / f"rank{rank}.log"

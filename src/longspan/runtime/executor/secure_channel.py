@@ -1,0 +1,88 @@
+"""The control plane over TCP: encrypted sockets that only the workers of a run can use, and a rendezvous store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import zmq
+from zmq.utils import z85
+
+from longspan.runtime.contact import Contact, Keys
+from longspan.runtime.executor.channel import Channel
+from longspan.runtime.store import StoreTable
+
+_DOMAIN = "longspan"
+_ZAP, _STOP = "inproc://zeromq.zap.01", "inproc://longspan-stop"
+_CURVE_MECHANISM = b"CURVE"
+_JOIN_TIMEOUT_S = 5.0
+_log = logging.getLogger("longspan")
+
+
+class SecureChannel(Channel):
+    """A channel over TCP, encrypted and authenticated by CURVE with keys made for one run.
+
+    The controller accepts the public key of the workers only, and a worker accepts the controller's key only. A thread
+    checks the keys of new connections (ZAP, ZeroMQ's protocol for that) and serves the rendezvous store.
+
+    Args:
+        address: the address of the interface to listen on. The system chooses the ports.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._thread: threading.Thread | None = None
+        super().__init__(f"tcp://{address}:*")
+
+    def _bind(self, address: str) -> Contact:
+        public, secret = zmq.curve_keypair()
+        worker_public, worker_secret = zmq.curve_keypair()
+        keys = Keys(public.decode(), worker_public.decode(), worker_secret.decode())
+        self._stop = self.context.socket(zmq.PUSH)
+        self._stop.bind(_STOP)
+        store = self.context.socket(zmq.ROUTER)
+        for socket in (self._workers, store):
+            socket.curve_server = True
+            socket.curve_secretkey = secret
+            socket.zap_domain = _DOMAIN.encode()
+        store.bind(address)
+        zap = self.context.socket(zmq.REP)
+        zap.bind(_ZAP)
+        where = store.get_string(zmq.LAST_ENDPOINT)
+        self._thread = threading.Thread(target=_serve, args=(zap, store, worker_public), daemon=True)
+        self._thread.start()
+        self._workers.bind(address)
+        return Contact(address=self._workers.get_string(zmq.LAST_ENDPOINT), store=where, keys=keys)
+
+    def close(self) -> None:
+        if self._thread is not None and not self.context.closed:
+            self._stop.send(b"")
+            self._thread.join(_JOIN_TIMEOUT_S)
+        super().close()
+
+
+def _serve(zap: zmq.Socket[bytes], store: zmq.Socket[bytes], accepted_key: bytes) -> None:
+    """Check keys and serve the store until the channel closes. This thread owns these sockets."""
+    table = StoreTable()
+    with zap, store, zap.context.socket(zmq.PULL) as stop:
+        stop.connect(_STOP)
+        poller = zmq.Poller()
+        for socket in (zap, store, stop):
+            socket.linger = 0
+            poller.register(socket, zmq.POLLIN)
+        while stop not in (ready := dict(poller.poll())):
+            if zap in ready:
+                zap.send_multipart(_checked(zap.recv_multipart(), accepted_key))
+            if store in ready:
+                client, _, request = store.recv_multipart()
+                for waiting, answer in table.take(client, request):
+                    store.send_multipart([waiting, b"", answer])
+
+
+def _checked(request: list[bytes], accepted_key: bytes) -> list[bytes]:
+    """Answer a ZAP request of version 1.0: accept a connection with the key, and refuse any other."""
+    version, request_id, _, address, _, mechanism, *credentials = request
+    is_accepted = mechanism == _CURVE_MECHANISM and credentials == [z85.decode(accepted_key)]
+    if not is_accepted:
+        _log.warning("refused a connection from %s, since its key is not of this run", address.decode())
+    status = (b"200", b"OK") if is_accepted else (b"400", b"unknown key")
+    return [version, request_id, *status, b"", b""]
