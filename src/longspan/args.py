@@ -15,6 +15,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.locations import Location, locations_of_ranks
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
+from longspan.core.placement import Placement
 from longspan.errors import ParameterError
 from longspan.policy.registry import check_sparse, phases_of
 
@@ -86,6 +87,15 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
     disk_kv_dir: Annotated[
         str | None, _memory("Folder of the KV on disk, with a folder per model.", default="kv in the cache folder")
     ] = None
+    executor: Annotated[
+        Literal["local", "ray"], instance_option("Where ranks run: on this host, or on hosts of a Ray cluster.")
+    ] = "local"
+    ray_address: Annotated[
+        str | None,
+        instance_option(
+            "With ray: its head node.", metavar="HOST:PORT", default="RAY_ADDRESS, a cluster of this host, or a new one"
+        ),
+    ] = None
     step_timeout_s: Annotated[
         float, _memory("Seconds after which a busy rank without a finished step is lost.", minimum=0.001)
     ] = 300.0
@@ -102,11 +112,16 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
             raise ParameterError("model", "must not be empty: give an alias, a folder or a hub id", self.model)
         super().__post_init__()
 
-    def resolve(self) -> ResolvedArgs:
-        """Resolve the options without the model. Raise ValueError for invalid options."""
+    def resolve(self, placement: Placement | None = None) -> ResolvedArgs:
+        """Resolve the options without the model. Raise ValueError for invalid options.
+
+        Args:
+            placement: the hosts of the ranks. None: this host has all ranks.
+        """
         at_least_one(threads_per_rank=self.threads_per_rank, kv_cache_memory_bytes=self.kv_cache_memory_bytes)
         for name, (_, kind) in options_of(DeviceArgs).items():
             check_choice(name, getattr(self, name), kind)
+        self._check_executor()
         if not self.step_timeout_s > 0:
             problem = f"must be more than 0, but {self.step_timeout_s} given"
             raise ParameterError("step_timeout_s", problem, self.step_timeout_s)
@@ -130,16 +145,36 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
             check_sparse(self.policy, options)
             options["csa"] = csa_settings(options["csa"], self.model)
         clusters = phases_of(self.policy, cluster) or (cluster,)
-        for phase in clusters:
-            self.check_ranks(phase.num_ranks)
-        clusters = tuple(replace(phase, locations=locations(phase.num_ranks)) for phase in clusters)
+        if self.executor == "local":
+            for phase in clusters:
+                self.check_ranks(phase.num_ranks)
+        threads = self.threads_per_rank or max(1, limits.cores() // clusters[0].num_ranks)
+        if placement is None:
+            clusters = tuple(replace(phase, locations=locations(phase.num_ranks)) for phase in clusters)
+        else:
+            clusters, threads = tuple(map(placement.of, clusters)), placement.threads
         cluster = clusters[0]
         return ResolvedArgs(
             cluster=cluster,
             phases=clusters if len(clusters) > 1 else (),
-            threads=self.threads_per_rank or max(1, limits.cores() // cluster.num_ranks),
+            threads=threads,
             policy_options=options,
         )
+
+    def _check_executor(self) -> None:
+        """Raise ParameterError for options that exclude each other, and for a Ray cluster with KV on hosts or disks."""
+        check_choice("executor", self.executor, options_of(EngineArgs)["executor"][1])
+        if self.executor == "local":
+            if self.ray_address is not None:
+                problem = f"{self.ray_address} is for ranks on a Ray cluster: give `executor` ray, too"
+                raise ParameterError("ray_address", problem, self.ray_address)
+            return
+        for name in ("host_kv_gib", "disk_kv_gib"):
+            if getattr(self, name):
+                problem = (
+                    "is not possible with `executor` ray, since the engine keeps that KV on its own host: leave it out"
+                )
+                raise ParameterError(name, problem, getattr(self, name))
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ParameterError for more ranks, or more threads of them, than `MAX_THREADS_PER_CORE` allows."""

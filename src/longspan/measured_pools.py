@@ -35,7 +35,8 @@ def start_measured(
     try:
         executor = acquired.enter_context(start_workers(cluster))
         memory = DeviceMemory(cluster=cluster, record=setup.model.record, ranks=executor.measure(largest))
-        setup = ResolvedEngine.of(setup.given, setup.model, kv_bytes=memory.kv_bytes)
+        place = setup.placement
+        setup = ResolvedEngine.of(setup.given, setup.model, kv_bytes=memory.kv_bytes, placement=place)
         executor.run(Reshard(number=0, cluster=setup.config.cluster))
         prepare(executor, setup.config)
     except OutOfMemoryError as error:

@@ -16,6 +16,7 @@ _OTHERS = {
     "dp_size": "instances",
     "decode_context_parallel_size": "instances",
     "prefill_context_parallel_size": "instances",
+    "distributed_executor_backend": "executor",
     "gpu_memory_utilization": "kv_cache_memory_bytes",
     "mem_fraction_static": "kv_cache_memory_bytes",
     "swap_space": "host_kv_gib",

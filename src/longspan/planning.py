@@ -119,6 +119,9 @@ def explanation(outcome: Outcome) -> str:
 
 def check_options(given: EngineArgs) -> None:
     """Raise ParameterError for options that exclude a search or every candidate."""
+    if given.executor != "local":
+        problem = f"is {given.executor}, but parallel {AUTO} searches for one machine: give a spec"
+        raise ParameterError("executor", problem, given.executor)
     if given.policy not in _POLICIES:
         problem = f"{given.policy} is not simulated for parallel {AUTO}: choose {', '.join(_POLICIES)}, or give a spec"
         raise ParameterError("policy", problem, given.policy)

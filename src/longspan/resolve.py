@@ -21,6 +21,7 @@ from longspan.core.cluster import MAX_GROWN_RANKS, Cluster
 from longspan.core.config import EngineConfig, check_phases
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
 from longspan.core.kv_record import KvRecord
+from longspan.core.placement import Placement
 from longspan.core.policy import Policy
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
 from longspan.cost.profile_key import ProfileKey
@@ -107,6 +108,7 @@ class ResolvedEngine:
     Attributes:
         given: the options of the user.
         kv_bytes: the rule for the memory of KV pools.
+        placement: the hosts that ranks were started on. None: this host has all ranks.
         threads: CPU threads of each rank.
         facts: the facts of model, hardware and cluster for the policy.
         choice: the policy and its options as given by the user.
@@ -116,6 +118,7 @@ class ResolvedEngine:
     given: EngineArgs
     model: EngineModel
     kv_bytes: KvBytes
+    placement: Placement | None
     threads: int
     profile_key: ProfileKey
     facts: Facts
@@ -125,18 +128,24 @@ class ResolvedEngine:
 
     @classmethod
     def of(
-        cls, given: EngineArgs, model: EngineModel | None = None, *, kv_bytes: KvBytes | None = None
+        cls,
+        given: EngineArgs,
+        model: EngineModel | None = None,
+        *,
+        kv_bytes: KvBytes | None = None,
+        placement: Placement | None = None,
     ) -> ResolvedEngine:
         """Check the options and derive all values that follow from them.
 
         Args:
             model: the model of the options, if it was loaded before.
             kv_bytes: the memory for KV. It is estimated if this is None.
+            placement: see `EngineArgs.resolve`.
 
         Raises:
             ValueError: an argument is wrong, the model is unknown or unsupported, or there is too little memory.
         """
-        resolved, kv_bytes = given.resolve(), kv_bytes or by_rule(given)
+        resolved, kv_bytes = given.resolve(placement), kv_bytes or by_rule(given)
         if given.device == "cuda" and not torch.cuda.is_available():
             raise ParameterError("device", "is cuda, but PyTorch finds no CUDA device here: use cpu", given.device)
         check_phases(given, resolved.phases)
@@ -176,6 +185,7 @@ class ResolvedEngine:
             given=given,
             model=model,
             kv_bytes=kv_bytes,
+            placement=placement,
             threads=resolved.threads,
             profile_key=profile_key,
             facts=facts,
@@ -232,7 +242,7 @@ class ResolvedEngine:
         fleet: Fleet = phases_of(name, roles) or (replace(roles, transfer_backends=backends),)
         num_ranks = fleet[0].num_ranks
         num_new = max(0, num_ranks - before.num_ranks)
-        if num_new and len(set(before.hosts)) > 1:
+        if num_new and (len(set(before.hosts)) > 1 or self.placement is not None):
             problem = f"{spec} takes {num_new} more ranks, whose hosts are not known: start a new engine"
             raise ParameterError("parallel", problem, spec)
         if num_new and num_ranks > MAX_GROWN_RANKS:

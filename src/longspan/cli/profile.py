@@ -108,6 +108,8 @@ def _check(engine: EngineArgs) -> None:
     if engine.policy_options:
         [key, value], *_ = engine.policy_options.items()
         raise ValueError(f"profile sets options of policies itself: leave out -o {key}={value}")
+    if engine.executor != "local":
+        raise ValueError(f"profile measures this machine: leave out --executor {engine.executor}")
     if not engine.enable_prefix_caching:
         raise ValueError("profile measures prompts with cached prefixes: leave out --no-enable-prefix-caching")
 

@@ -34,7 +34,7 @@ class ModelFiles:
     weights: Path
     tokenizer_dir: Path | None
     dtype: str
-    quantization: str | None = None
+    quantization: Quantization | None = None
     trust_remote_code: bool = False
     tokenizer_hash: str | None = None
 

@@ -43,10 +43,14 @@ class MemoryProbe(Protocol):
 
 
 class CudaMemory:
-    """Measures memory with the statistics of PyTorch's CUDA allocator and the driver's free memory."""
+    """Measures memory with the statistics of PyTorch's CUDA allocator and the driver's free memory.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.num_devices = device, torch.cuda.device_count()
+    Args:
+        num_devices: number of devices of all ranks. None: the devices that this process sees.
+    """
+
+    def __init__(self, device: torch.device, num_devices: int | None = None) -> None:
+        self._device, self.num_devices = device, num_devices or torch.cuda.device_count()
 
     def begin(self) -> None:
         self._free()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         record_times: record seconds per category, see `runtime.timing`.
         host_memory: of the pool of each host, see `HostPool`. Empty without such pools.
         max_threads: upper bound of the threads of a rank. None for no bound.
+        is_placed: the locations are real hosts, and each rank sees only its own CUDA device. Otherwise all ranks are on
+            this host, and LONGSPAN_HOSTS may imitate more hosts.
     """
 
     files: ModelFiles
@@ -37,11 +40,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     record_times: bool = False
     host_memory: tuple[Path, ...] = ()
     max_threads: int | None = None
+    is_placed: bool = False
 
     def threads_among(self, num_ranks: int) -> int:
         """Return the CPU threads of each of `num_ranks` ranks. Their total stays as it was at the start."""
         num_threads = max(1, self.num_threads * self.cluster.num_ranks // num_ranks)
         return num_threads if self.max_threads is None else min(num_threads, self.max_threads)
+
+    def neighbours(self, rank: int, hosts: Sequence[int]) -> list[int]:
+        """Return the ranks that share the cores and devices of a rank, and the rank itself, by the `hosts` of ranks."""
+        return [other for other, host in enumerate(hosts) if not self.is_placed or host == hosts[rank]]
 
 
 class RunForward(msgspec.Struct, frozen=True, tag="forward"):

@@ -61,14 +61,17 @@ def main(command: StartWorker, lifeline: int) -> None:
 
 def _load(command: StartWorker) -> Rank:
     config, rank = command.config, command.rank
-    device, cores = open_device(config.device, rank), own_cores()
+    local_rank = config.neighbours(rank, config.cluster.hosts).index(rank) if rank < config.cluster.num_ranks else rank
+    device, cores = open_device(config.device, local_rank), own_cores()
     if (kernels := config.kernels or config.host_kernels) is not None:
         native.load(kernels)
 
     def connect(hosts: Sequence[int]) -> Transports:
         torch.set_num_threads(config.threads_among(len(hosts)))
-        keep_to_cores(config.device, rank, len(hosts), cores)
-        return open_transports(device, rank, hosts, f"{command.run_dir}/rendezvous{len(hosts)}", store=store)
+        neighbours = config.neighbours(rank, hosts)
+        keep_to_cores(config.device, neighbours.index(rank), len(neighbours), cores)
+        prefix = f"{command.run_dir}/rendezvous{len(hosts)}"
+        return open_transports(device, rank, hosts, prefix, store=store, has_own_device=config.is_placed)
 
     store = None
     if command.contact.store is not None:
@@ -80,7 +83,7 @@ def _load(command: StartWorker) -> Rank:
     if device.type == "cuda":
         from longspan.runtime.device_memory import CudaMemory  # noqa: PLC0415 - only on CUDA devices
 
-        probe = CudaMemory(device)
+        probe = CudaMemory(device, config.cluster.num_ranks if config.is_placed else None)
     return Rank(config, rank, device, connect, probe=probe)
 
 
@@ -91,12 +94,14 @@ def open_transports(
     prefix: str,
     *,
     store: Store | None = None,
+    has_own_device: bool = False,
     timeout_s: float | None = None,
 ) -> Transports:
     """Connect a rank with all ranks, whose `hosts` are given.
 
     Ranks of a host meet by files whose paths begin with `prefix`. Ranks of several hosts meet by `store`, or by such a
-    file if the hosts are imitated on one machine.
+    file if the hosts are imitated on one machine. With `has_own_device`, each rank has a device that no other rank
+    sees. Otherwise a process sees all devices.
 
     CPU ranks use shared memory within a host, where the system supports it, and gloo between hosts. CUDA ranks use
     NCCL, or gloo through host memory if ranks share a device.
@@ -110,7 +115,8 @@ def open_transports(
     if len(neighbours) + 1 == len(hosts):
         return _on_host(rank, neighbours, prefix, timeout_s)
     meeting = prefix if store is None else PrefixStore(str(len(hosts)), store)
-    far = _by_process_groups(device, rank, len(hosts), meeting, timeout_s)
+    is_nccl = device.type == "cuda" and (has_own_device or torch.cuda.device_count() >= len(hosts))
+    far = _by_process_groups(device, rank, len(hosts), meeting, timeout_s, is_nccl=is_nccl)
     return _routed(_on_host(rank, neighbours, prefix, timeout_s), neighbours, far) if neighbours else far
 
 
@@ -143,13 +149,12 @@ def _routed(near: Transports, neighbours: Sequence[int], far: Transports) -> Tra
 
 
 def _by_process_groups(
-    device: torch.device, rank: int, num_ranks: int, store: str | Store, timeout_s: float | None
+    device: torch.device, rank: int, num_ranks: int, store: str | Store, timeout_s: float | None, *, is_nccl: bool
 ) -> Transports:
     """Open one tagged process group with gloo, or one process group per kind of work with NCCL.
 
     NCCL needs one device per rank.
     """
-    is_nccl = device.type == "cuda" and torch.cuda.device_count() >= num_ranks
     meet(store, rank, num_ranks, backend="nccl" if is_nccl else "gloo", timeout_s=timeout_s)
     close = dist.destroy_process_group
     if is_nccl:
@@ -181,7 +186,7 @@ def _directed(rank: int, device: torch.device) -> DirectedTransport:
 
 
 def open_device(kind: str, rank: int) -> torch.device:
-    """Return the device of a rank and select it. Ranks share devices if there are fewer."""
+    """Return the device of a rank, numbered among the ranks of its host, and select it. Ranks may share devices."""
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -197,6 +202,7 @@ def own_cores() -> list[int]:
 def keep_to_cores(kind: str, rank: int, num_ranks: int, cores: Sequence[int]) -> None:
     """Keep the rank's later threads on one core if single-threaded ranks fill the machine, else on `cores`.
 
+    `rank` and `num_ranks` are those of this host.
     A rank that wakes up then never waits for a core on which another rank computes. The same holds for gloo's thread,
     which does not preempt (`polite_threads`). Linux only. Ignores errors of the system call.
     """

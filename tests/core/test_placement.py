@@ -1,0 +1,76 @@
+"""Places of ranks on several hosts, and the options that need them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan import LLM
+from longspan.args import EngineArgs
+from longspan.core.cluster import Cluster
+from longspan.core.locations import Location
+from longspan.core.placement import Placement, in_order_of_hosts, largest_share, rank_groups
+from longspan.errors import ParameterError
+
+
+@pytest.mark.parametrize(
+    ("clusters", "groups"),
+    [
+        ([Cluster.of("3")], [(0,), (1,), (2,)]),
+        ([Cluster.of("tp2pp2")], [(0, 1), (2, 3)]),
+        ([Cluster.of("2", "tp2")], [(0,), (1,), (2, 3)]),
+        ([Cluster.of("pp4"), Cluster.of("2xtp2")], [(0, 1), (2, 3)]),
+        ([Cluster.of("tp2pp2"), Cluster.of("tp4")], [(0, 1, 2, 3)]),
+    ],
+)
+def test_shards_of_a_stage_share_a_host_in_every_phase(clusters: list[Cluster], groups: list[tuple[int, ...]]) -> None:
+    assert [tuple(group) for group in rank_groups(clusters)] == groups
+
+
+@pytest.mark.parametrize(
+    ("cpus", "spec", "share"),
+    [([8], "2", 4), ([8, 8], "2", 8), ([8, 8], "tp2", 4), ([8, 3], "3", 3), ([2], "4", 1), ([], "1", 1)],
+)
+def test_ranks_share_cpus_equally(cpus: list[int], spec: str, share: int) -> None:
+    assert largest_share(cpus, rank_groups([Cluster.of(spec)])) == share
+
+
+def test_neighbours_share_hosts() -> None:
+    """Bundles of one size are exchanged, and bundles of other sizes are not."""
+    groups = rank_groups([Cluster.of("4", "2xtp2")])
+    order = in_order_of_hosts(groups, [1, 0, 1, 0, 1, 0])
+    assert order == [1, 3, 0, 2, 5, 4]
+    assert sorted(order) == [*range(6)]
+
+
+def test_the_cluster_of_an_engine_has_the_given_places() -> None:
+    places = tuple(Location(host=rank // 2, device=rank) for rank in range(4))
+    resolved = EngineArgs("m", parallel="2xtp2", executor="ray").resolve(Placement(locations=places, threads=3))
+    assert (resolved.cluster.hosts, resolved.threads) == ((0, 0, 1, 1), 3)
+    assert EngineArgs("m", executor="ray", parallel="500").resolve().cluster.num_ranks == 500, "not of this machine"
+
+
+@pytest.mark.parametrize(
+    ("given", "parameter"),
+    [
+        ({"ray_address": "10.0.0.1:6379"}, "ray_address"),
+        ({"executor": "ray", "host_kv_gib": 1.0}, "host_kv_gib"),
+        ({"executor": "ray", "host_kv_gib": 1.0, "disk_kv_gib": 1.0}, "host_kv_gib"),
+        ({"executor": "mp"}, "executor"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(given: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(ParameterError) as refused:
+        EngineArgs("m", **given).resolve()
+    assert refused.value.parameter == parameter
+
+
+def test_a_missing_package_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "longspan.runtime.executor.ray_hosts", raising=False)
+    monkeypatch.delitem(sys.modules, "longspan.runtime.executor.ray_actor", raising=False)
+    with pytest.raises(ParameterError, match=r"executor ray needs .* missing \(ray\): pip install 'longspan\[ray\]'"):
+        LLM(str(tiny), executor="ray", skip_tokenizer_init=True)

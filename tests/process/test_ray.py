@@ -1,0 +1,139 @@
+"""Ranks on the hosts of a Ray cluster. Two logical nodes of this machine are the hosts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from leftovers import left_names, wait_until_gone
+from oracle import Oracle
+
+from longspan import LLM, SamplingParams
+from longspan.args import EngineArgs
+from longspan.errors import ParameterError, WorkerLostError
+from longspan.service import Service
+
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray then listens on the loopback interface
+ray: Any = pytest.importorskip("ray", reason="pip install 'longspan[ray]'")
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPT = [5 + token for token in np.random.default_rng(3).integers(0, 190, 120).tolist()]
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[str]:
+    """Yield the address of a cluster of two nodes with two CPUs each."""
+    from ray.cluster_utils import Cluster
+
+    folder = tempfile.mkdtemp(prefix="ls-ray-", dir="/tmp")  # a longer path is too long for Ray's sockets
+    node = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False, "temp_dir": folder}
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        cluster = Cluster(initialize_head=True, head_node_args=node)
+        cluster.add_node(**node)
+        yield cluster.address
+        ray.shutdown()
+        cluster.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def options(address: str, **given: Any) -> dict[str, Any]:
+    shared = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 16}
+    return {**shared, "executor": "ray", "ray_address": address, **given}
+
+
+@pytest.mark.parametrize(
+    ("given", "hosts"),
+    [
+        ({"instances": 2, "threads_per_rank": 2, "policy_options": {"threshold": "0"}}, (0, 1)),
+        ({"tp": 2, "threads_per_rank": 1}, (0, 0)),
+        ({"pp": 2}, (0, 1)),
+        ({"parallel": "2xtp2", "policy_options": {"threshold": "0"}}, (0, 0, 1, 1)),
+    ],
+    ids=["instances", "tp2", "pp2", "2xtp2"],
+)
+def test_ranks_on_several_hosts_answer_exactly_and_end(
+    given: dict[str, Any], hosts: tuple[int, ...], two_hosts: str, tiny: Path, oracle: Oracle
+) -> None:
+    """The shards of a stage share a host. Without `threads_per_rank`, ranks get all CPUs in equal shares."""
+    before = left_names()
+    with LLM(str(tiny), **options(two_hosts, **given)) as llm:
+        cluster = llm.engine.config.cluster
+        assert cluster.hosts == hosts
+        [output] = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == oracle.complete(PROMPT, 12).token_ids
+        pids = llm.service.executor.pids
+        assert len({*pids}) == len(hosts) and all(map(psutil.pid_exists, pids))
+        ips = {connection.laddr.ip for pid in pids for connection in psutil.Process(pid).net_connections("tcp")}
+        assert ips == {"127.0.0.1"}
+    assert not ray.is_initialized()
+    wait_until_gone(pids, before)
+
+
+def actors_of(pids: tuple[int, ...]) -> list[psutil.Process]:
+    """Return the processes of the actors: each has a fork server, whose child is the worker."""
+    found = []
+    for pid in pids:
+        server = psutil.Process(pid).parent()
+        actor = None if server is None else server.parent()
+        assert actor is not None
+        found.append(actor)
+    return found
+
+
+def finish(service: Service) -> None:
+    while service.engine.has_unfinished:
+        service.engine.step()
+
+
+@pytest.mark.parametrize("what", ["worker", "actor"])
+def test_a_lost_worker_is_named_with_its_host_and_requests_continue_on_new_workers(
+    what: str, two_hosts: str, tiny: Path, oracle: Oracle
+) -> None:
+    before = left_names()
+    given = EngineArgs(str(tiny), **options(two_hosts, parallel="2", policy="chunked", threads_per_rank=2))
+    service = Service(given)
+    request = service.engine.add(PROMPT, GREEDY)
+    for _ in range(4):
+        service.engine.step()
+    pids = service.executor.pids
+    for process in (psutil.Process(pids[0]),) if what == "worker" else actors_of(pids)[:1]:
+        process.kill()
+    with pytest.raises(WorkerLostError, match=r"rank 0 was lost: .* on host \w+"):
+        finish(service)
+    service.restart()
+    finish(service)
+    assert request.output == oracle.complete(PROMPT, 12).token_ids
+    with pytest.raises(ParameterError, match="whose hosts are not known"):
+        service.reshard("3")
+    service.close()
+    assert not ray.is_initialized()
+    wait_until_gone(pids, before)
+
+
+def test_a_cluster_that_is_too_small_is_named_with_its_resources(
+    two_hosts: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from longspan.runtime.executor import ray_hosts
+
+    monkeypatch.setattr(ray_hosts, "_PLACE_TIMEOUT_S", 1.0)
+    with pytest.raises(ParameterError, match=r"executor is ray, but .* 3 ranks with 2 CPU each.*2 CPU; 2 CPU"):
+        LLM(str(tiny), **options(two_hosts, instances=3, threads_per_rank=2))
+    assert not ray.is_initialized()
+
+
+def test_an_address_without_a_cluster_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("no GCS\nmore")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ParameterError, match=r"ray_address has no Ray cluster \(no GCS\): run `ray start`"):
+        LLM(str(tiny), **options("127.0.0.1:1"))
