@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial, wraps
-from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Concatenate, Literal, ParamSpec, TypeVar
 
 from longspan import limits
 from longspan.core.arguments import check_choice, check_types
@@ -15,9 +15,11 @@ from longspan.core.cluster import Cluster
 from longspan.core.locations import Location, locations_of_ranks
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
-from longspan.core.placement import Placement
 from longspan.errors import ParameterError
 from longspan.policy.registry import check_sparse, phases_of
+
+if TYPE_CHECKING:
+    from longspan.core.placement import Placement
 
 AUTO = "auto"
 """The parallel spec for which `longspan.planning` searches the best spec."""
@@ -41,6 +43,15 @@ class DeviceArgs(ParallelArgs):
     instances: Annotated[int | None, instance_option("Copies of the model. 1 if not given.")] = None
     tp: Annotated[int | None, instance_option("Tensor-parallel ranks per instance.")] = None
     pp: Annotated[int | None, instance_option("Pipeline stages per instance.")] = None
+    executor: Annotated[
+        Literal["local", "ray"], instance_option("Where ranks run: on this host, or on hosts of a Ray cluster.")
+    ] = "local"
+    ray_address: Annotated[
+        str | None,
+        instance_option(
+            "With ray: its head node.", metavar="HOST:PORT", default="RAY_ADDRESS, a cluster of this host, or a new one"
+        ),
+    ] = None
     threads_per_rank: Annotated[int | None, _devices("CPU threads of each rank. By default an equal share.")] = None
     device: Annotated[Literal["cpu", "cuda"], _devices("Device that ranks compute on.")] = "cpu"
     dtype: Annotated[
@@ -87,15 +98,6 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
     disk_kv_dir: Annotated[
         str | None, _memory("Folder of the KV on disk, with a folder per model.", default="kv in the cache folder")
     ] = None
-    executor: Annotated[
-        Literal["local", "ray"], instance_option("Where ranks run: on this host, or on hosts of a Ray cluster.")
-    ] = "local"
-    ray_address: Annotated[
-        str | None,
-        instance_option(
-            "With ray: its head node.", metavar="HOST:PORT", default="RAY_ADDRESS, a cluster of this host, or a new one"
-        ),
-    ] = None
     step_timeout_s: Annotated[
         float, _memory("Seconds after which a busy rank without a finished step is lost.", minimum=0.001)
     ] = 300.0
@@ -121,7 +123,6 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
         at_least_one(threads_per_rank=self.threads_per_rank, kv_cache_memory_bytes=self.kv_cache_memory_bytes)
         for name, (_, kind) in options_of(DeviceArgs).items():
             check_choice(name, getattr(self, name), kind)
-        self._check_executor()
         if not self.step_timeout_s > 0:
             problem = f"must be more than 0, but {self.step_timeout_s} given"
             raise ParameterError("step_timeout_s", problem, self.step_timeout_s)
@@ -160,21 +161,6 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
             threads=threads,
             policy_options=options,
         )
-
-    def _check_executor(self) -> None:
-        """Raise ParameterError for options that exclude each other, and for a Ray cluster with KV on hosts or disks."""
-        check_choice("executor", self.executor, options_of(EngineArgs)["executor"][1])
-        if self.executor == "local":
-            if self.ray_address is not None:
-                problem = f"{self.ray_address} is for ranks on a Ray cluster: give `executor` ray, too"
-                raise ParameterError("ray_address", problem, self.ray_address)
-            return
-        for name in ("host_kv_gib", "disk_kv_gib"):
-            if getattr(self, name):
-                problem = (
-                    "is not possible with `executor` ray, since the engine keeps that KV on its own host: leave it out"
-                )
-                raise ParameterError(name, problem, getattr(self, name))
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ParameterError for more ranks, or more threads of them, than `MAX_THREADS_PER_CORE` allows."""

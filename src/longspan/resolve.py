@@ -21,7 +21,6 @@ from longspan.core.cluster import MAX_GROWN_RANKS, Cluster
 from longspan.core.config import EngineConfig, check_phases
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
 from longspan.core.kv_record import KvRecord
-from longspan.core.placement import Placement
 from longspan.core.policy import Policy
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
 from longspan.cost.profile_key import ProfileKey
@@ -42,6 +41,7 @@ from longspan.runtime.split_check import check_splits
 
 if TYPE_CHECKING:
     from longspan.core.fleets import Fleet
+    from longspan.core.placement import Placement
     from longspan.cost.fitted_cost import FittedCost
     from longspan.cost.pricing import PricedPhases, SwapPrice
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from longspan.core.fleets import Fleet
     from longspan.extras.recording import Recorder
     from longspan.runtime.disk_pool import DiskPool
-    from longspan.runtime.executor.ray_hosts import RayHosts
     from longspan.runtime.host_pool import HostMemory
 
 _SETTLE_S = 5.0
@@ -70,8 +69,10 @@ class Service:
     def _open(self, given: EngineArgs, acquired: ExitStack) -> None:
         """Do the work of the constructor. `acquired` holds the resources to release if it fails."""
         is_measured, placement = measures_memory(given), None
-        if given.executor == "ray":
-            hosts = acquired.enter_context(closing(_ray_hosts(given)))
+        if given.executor != "local" or given.ray_address is not None:
+            from longspan.remote_ranks import reserve_hosts  # noqa: PLC0415 - needed for several hosts only
+
+            hosts = acquired.enter_context(closing(reserve_hosts(given)))
             self._launcher, placement = hosts.launch, hosts.placement
         kv_bytes = unbounded if is_measured else by_rule(given)
         self.setup = setup = ResolvedEngine.of(given, kv_bytes=kv_bytes, placement=placement)
@@ -333,24 +334,6 @@ def _processes(config: WorkerConfig) -> Launcher:
     from longspan.runtime.executor.processes import ProcessLauncher  # noqa: PLC0415 - not for other launchers
 
     return ProcessLauncher(config)
-
-
-def _ray_hosts(given: EngineArgs) -> RayHosts:
-    """Reserve CPUs and devices of a Ray cluster for all ranks."""
-    resolved = given.resolve()
-    try:
-        from longspan.runtime.executor.ray_hosts import RayHosts  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        problem = f"ray needs a package that is missing ({error.name}): pip install 'longspan[ray]'"
-        raise ParameterError("executor", problem, given.executor) from error
-    return RayHosts(
-        resolved.phases or (resolved.cluster,),
-        address=given.ray_address,
-        device=given.device,
-        threads=given.threads_per_rank,
-        load_format=given.load_format,
-        seed=given.seed,
-    )
 
 
 def _load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:

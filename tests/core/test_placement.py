@@ -64,7 +64,7 @@ def test_the_cluster_of_an_engine_has_the_given_places() -> None:
 )
 def test_options_that_exclude_each_other_are_refused(given: dict[str, Any], parameter: str) -> None:
     with pytest.raises(ParameterError) as refused:
-        EngineArgs("m", **given).resolve()
+        LLM("m", **given)
     assert refused.value.parameter == parameter
 
 

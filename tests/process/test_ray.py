@@ -54,11 +54,10 @@ def options(address: str, **given: Any) -> dict[str, Any]:
     ("given", "hosts"),
     [
         ({"instances": 2, "threads_per_rank": 2, "policy_options": {"threshold": "0"}}, (0, 1)),
-        ({"tp": 2, "threads_per_rank": 1}, (0, 0)),
         ({"pp": 2}, (0, 1)),
         ({"parallel": "2xtp2", "policy_options": {"threshold": "0"}}, (0, 0, 1, 1)),
     ],
-    ids=["instances", "tp2", "pp2", "2xtp2"],
+    ids=["instances", "pp2", "2xtp2"],
 )
 def test_ranks_on_several_hosts_answer_exactly_and_end(
     given: dict[str, Any], hosts: tuple[int, ...], two_hosts: str, tiny: Path, oracle: Oracle

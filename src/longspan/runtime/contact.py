@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
-import zmq
+
+if TYPE_CHECKING:
+    import zmq
+
+GREETING = b""
+"""The first message of a worker. No report is empty."""
 
 
 class Keys(msgspec.Struct, frozen=True):
@@ -41,6 +48,8 @@ class Contact(msgspec.Struct, frozen=True, kw_only=True):
 
         ZeroMQ stores the rank as the routing id, by which the controller addresses the worker.
         """
+        import zmq  # noqa: PLC0415 - the command line loads this module
+
         socket = context.socket(zmq.DEALER)
         socket.sndhwm = socket.rcvhwm = 0  # no queue limits: the engine limits steps in flight
         socket.routing_id = str(rank).encode()
@@ -49,7 +58,3 @@ class Contact(msgspec.Struct, frozen=True, kw_only=True):
         socket.connect(self.address)
         socket.send(GREETING)
         return socket
-
-
-GREETING = b""
-"""The first message of a worker. No report is empty."""

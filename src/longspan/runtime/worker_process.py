@@ -10,8 +10,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,8 @@ def _load(command: StartWorker) -> Rank:
         neighbours = config.neighbours(rank, hosts)
         keep_to_cores(config.device, neighbours.index(rank), len(neighbours), cores)
         prefix = f"{command.run_dir}/rendezvous{len(hosts)}"
-        return open_transports(device, rank, hosts, prefix, store=store, has_own_device=config.is_placed)
+        with _meeting_folder(Path(command.run_dir)) if config.is_placed else nullcontext():
+            return open_transports(device, rank, hosts, prefix, store=store, has_own_device=config.is_placed)
 
     store = None
     if command.contact.store is not None:
@@ -85,6 +87,20 @@ def _load(command: StartWorker) -> Rank:
 
         probe = CudaMemory(device, config.cluster.num_ranks if config.is_placed else None)
     return Rank(config, rank, device, connect, probe=probe)
+
+
+@contextmanager
+def _meeting_folder(folder: Path) -> Iterator[None]:
+    """Create a private folder that the ranks of a host share while they meet. The last rank removes it.
+
+    `rmdir` fails while a rank has a socket in it, and all ranks create their sockets before any of them leaves.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    yield
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def open_transports(

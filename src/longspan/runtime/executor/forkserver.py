@@ -43,7 +43,8 @@ class StartWorker(msgspec.Struct, frozen=True, tag="start"):
     """Fork the worker `rank`, whose output goes to the file `log`. The answer is `Started`.
 
     Attributes:
-        run_dir: the private folder of the engine on this host, where ranks of the host meet. Workers remove it.
+        run_dir: the private folder of the engine on this host, where its ranks meet. The launcher creates it, or the
+            ranks if they are placed on several hosts. Workers remove it when the process that started them exits.
     """
 
     config: WorkerConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +48,6 @@ class RankActor:
 
     def __init__(self) -> None:
         self._worker: WorkerProcess | None = None
-        self._run_dir: Path | None = None
 
     def start(self, order: bytes) -> bytes:
         """Start the worker, by a `StartRank`. Return a `RankStarted`."""
@@ -64,11 +62,6 @@ class RankActor:
         assert self._worker is not None, "it was started"
         return self._worker.wait()
 
-    def end(self) -> None:
-        """Remove the run folder, after the end of the worker."""
-        if self._run_dir is not None:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
-
     def _start(self, order: StartRank) -> RankStarted:
         for name in _INTERFACES:  # the fork server and its workers inherit them
             os.environ.setdefault(name, interface_of(ray.util.get_node_ip_address()))
@@ -80,8 +73,6 @@ class RankActor:
 
             kernels = native.build(cache_root() / "native")
         config = msgspec.structs.replace(command.config, files=files, kernels=kernels)
-        self._run_dir = Path(command.run_dir)
-        _make_private(self._run_dir)
         log = log_dir(command.run_dir) / f"rank{command.rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         self._worker = start_server().start(msgspec.structs.replace(command, config=config, log=log))
@@ -109,13 +100,6 @@ def _prepared(order: StartRank) -> ModelFiles:
             "longspan or transformers differ: install the same on every host"
         )
     return files
-
-
-def _make_private(folder: Path) -> None:
-    """Create a folder that the ranks of this host share. Raise PermissionError if another user has made it."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
 
 
 def _path(kind: type[Path], text: str) -> Path:

@@ -180,14 +180,8 @@ class RayLauncher:
         return f"log: {self._logs.get(rank, 'none')} on host {self._names[self.cluster.locations[rank].host]}"
 
     def clean_up(self) -> None:
-        """End all actors, and remove the run folders of their hosts."""
-        if not ray.is_initialized():  # at the exit of the interpreter, Ray has ended them
-            return
-        with suppress(RayError):
-            ray.wait(
-                [actor.end.remote() for actor in self._actors], num_returns=len(self._actors), timeout=_END_TIMEOUT_S
-            )
-        for actor in self._actors:
+        """End all actors. At the exit of the interpreter, Ray has ended them."""
+        for actor in self._actors if ray.is_initialized() else ():
             ray.kill(actor)
         self._actors.clear()
 
