@@ -13,7 +13,7 @@ import os
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 
-CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+CITY: dict[str, object] = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 WEATHER: ChatCompletionToolParam = {
     "type": "function",
     "function": {"name": "weather", "description": "The weather in a city today.", "parameters": CITY},

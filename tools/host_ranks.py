@@ -36,8 +36,7 @@ class HostLauncher(ProcessLauncher):
         self._hosts, self._script = hosts, script
 
     def start(self, rank: int) -> _Worker:  # type: ignore[override]  # not forked, but with the same interface
-        command = StartWorker(self._config, rank, self._run_dir, self._log(rank))
-        return _Worker(command, self._hosts[self.cluster.hosts[rank]], self._script)
+        return _Worker(self.command(rank), self._hosts[self.cluster.hosts[rank]], self._script)
 
 
 class _Worker:
@@ -86,7 +85,7 @@ def run_rank() -> StartWorker:
     from longspan.runtime import worker_process  # noqa: PLC0415 - imports transformers
 
     command = msgspec.json.decode(sys.stdin.buffer.read(), type=StartWorker, dec_hook=lambda kind, text: kind(text))
-    worker_process.main(command.config, command.rank, command.run_dir, int(sys.argv[1]))
+    worker_process.main(command, int(sys.argv[1]))
     return command
 
 

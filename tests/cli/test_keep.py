@@ -70,15 +70,15 @@ def test_documents_take_at_most_as_much_disk_as_stays_free(
     documents = tmp_path / "cache/documents"
     kept_bytes = sum(path.stat().st_size for path in (documents / "sea").rglob("*") if path.is_file())
     free = SimpleNamespace(free=kept_bytes * 3 // 2)
-    monkeypatch.setattr("longspan.cli.keep.disk_usage", lambda _: free)
-    first = ask("a.txt", "Which colour?", "--keep", "other")
+    monkeypatch.setattr("longspan.cli.keep.shutil.disk_usage", lambda _: free)
+    first = ask("a.txt", "Which colour?", "--keep", "other", "--disk-kv-gib", "1")
     assert "longspan cache drop documents" in first["notes"]
     assert not [*(documents / "other").rglob("*.kv")]
     again = ask("Which colour?", "--keep", "other")
     assert (again["text"], again["cached_tokens"]) == (first["text"], 0)
     assert ask("What is the key?", "--keep", "sea")["cached_tokens"] > 0
     free.free = kept_bytes * 3
-    assert "kept other" in ask("Which colour?", "--keep", "other")["notes"]
+    assert "kept other" in ask("Which colour?", "--keep", "other", "--disk-kv-gib", "1")["notes"]
 
 
 def test_a_refused_command_keeps_the_document(

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from longspan.cli.app import app as command_line
 from longspan.serve.app import make_app
-from longspan.serve.messages import Stats
+from longspan.serve.messages import CacheConfig, Stats
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import OPEN_PATHS
 from longspan.serve.settings import RequestLimits, ServerSettings
@@ -77,7 +77,8 @@ def directives(name: str) -> list[str]:
 def exported_names() -> set[str]:
     """Return the names of all series of a server, and of the series that Prometheus adds."""
     stats = Stats(num_kv_blocks=1, used_blocks=[0], busy_s=[0.0], bytes_sent={("ring_kv", "same_host"): 0})
-    text = Metrics("longspan:", "", stats).text().decode()
+    cache = CacheConfig(block_size=16, cache_dtype="float32", enable_prefix_caching=True)
+    text = Metrics("longspan:", "", stats, cache).text().decode()
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 
 

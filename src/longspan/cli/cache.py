@@ -61,7 +61,7 @@ def cache(
 ) -> None:
     """List or remove converted weights, KV on disk and kept documents.
 
-    What another process uses is not removed.
+    Entries that another process uses are not removed.
     """
     entries = [entry for entry in _entries() if kind in (None, entry.kind) and name in (None, entry.name)]
     if name is not None and not entries:
@@ -166,7 +166,9 @@ def _drop_weights(folder: Path) -> None:
         problem = f"{folder.name} is being converted by another process: stop that first, or give another name"
         raise ParameterError("name", problem, folder.name) from None
     except BlockingIOError:
-        raise ParameterError("name", f"{folder.name} is used by a running engine: stop it first", folder.name) from None
+        raise ParameterError(
+            "name", f"{folder.name} is used by a running engine: stop that first", folder.name
+        ) from None
 
 
 def _drop_kv(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from longspan.core.cluster import Cluster
 from longspan.extras.timeline import Block, Moment, Record, Timeline, TimeSplit, Transfer
 from longspan.sim.run import Result, Served
-from longspan.workload.traces import recorded_run
+from longspan.workload.recorded import recorded_run
 
 _KINDS = ("instances", "requests", "transfers")
 """The trace processes of each run."""

@@ -8,16 +8,16 @@ import itertools
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 from longspan.file_errors import unread
+from longspan.workload.recorded import recorded_run
 from longspan.workload.spec import MAX_LEN
 
-Event = Mapping[str, Any]
 _log = logging.getLogger("longspan")
 _MAX_ID = 2**128
 MAX_SPAN_S = 1e8
@@ -175,16 +175,6 @@ def _recorded_rows(path: Path, file: IO[str]) -> Iterator[Mapping[str, Any]]:
             yield {"block_ids": (), **event["args"], "arrival_s": event["ts"] / 1e6}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"trace {str(path)!r} is no trace of one run of longspan ({error!r})") from None
-
-
-def recorded_run(trace: Any) -> tuple[Event, Sequence[Event], list[Event]]:  # noqa: ANN401 - any JSON
-    """Return the run in a trace of `longspan.extras.trace`, its events, and its requests in order of arrival.
-
-    Raise KeyError, TypeError or ValueError for other JSON, and for several runs.
-    """
-    [run], events = trace["otherData"]["runs"], trace["traceEvents"]
-    arrivals = (event for event in events if event["ph"] == "b" and event["cat"] == "request")
-    return run, events, sorted(arrivals, key=lambda event: float(event["ts"]))
 
 
 def _format(path: Path, row: Mapping[str, Any]) -> _Format:
