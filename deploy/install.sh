@@ -26,8 +26,8 @@ pip() {
 }
 
 case $device in
-cpu) pip --extra-index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" torch ;;
-cuda) pip torch ;;
+cpu) pip --no-deps --extra-index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" torch ;;
+cuda) ;; # the build of the package index
 *)
     echo "DEVICE is cpu or cuda, but $device given" >&2
     exit 2
@@ -44,7 +44,7 @@ fi
 export LONGSPAN_CACHE="$prefix/cache"
 "$prefix/venv/bin/longspan" get smollm2-135m
 "$prefix/venv/bin/longspan" generate --prompt Hello --max-tokens 1 >/dev/null
-rm -rf "$prefix/cache/logs" "$prefix/cache/hashes"
+rm -rf "$prefix/cache/logs" "$prefix/cache/hashes" "$prefix"/cache/*/*.lock
 
 install -m 755 "$here/start.sh" "$prefix/start.sh"
 chmod -R go+rX "$prefix"
