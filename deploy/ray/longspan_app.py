@@ -20,19 +20,23 @@ _PORT = int(os.environ.get("LONGSPAN_PORT", "8000"))
 _STOP_TIMEOUT_S = float(os.environ.get("LONGSPAN_SHUTDOWN_TIMEOUT", "30")) + 25.0
 """Seconds for open requests, and to end workers and close connections."""
 _ANSWER_TIMEOUT_S = 5.0
+_KEYS = ("RAY_AUTH_", "RAY_USE_TLS", "RAY_TLS_")
 _WITH_US = ("setpriv", "--pdeathsig", "TERM")
 """A program of util-linux. By it, the server also gets SIGTERM when this process is killed."""
 _HEAD = {"node:__internal_head__": 0.001}
 """A resource that only the head has."""
 
 
+def _is_hidden(variable: str) -> bool:
+    """Return True for variables of this actor. The server is a driver, with the devices and the keys of the head."""
+    return variable == "CUDA_VISIBLE_DEVICES" or (variable.startswith("RAY_") and not variable.startswith(_KEYS))
+
+
 class LongspanServer:
     """The process of the server. It ends with this deployment."""
 
     def __init__(self) -> None:
-        # Ray's variables describe this process. The server is a driver, with the devices of the head.
-        hidden = ("RAY_", "CUDA_VISIBLE_DEVICES")
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+        inherited = {name: value for name, value in os.environ.items() if not _is_hidden(name)}
         command = [str(Path(sys.prefix).parent / "start.sh"), "serve", "--executor", "ray", "--port", str(_PORT)]
         self._server = subprocess.Popen(
             [*_WITH_US, *command],
