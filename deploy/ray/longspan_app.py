@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -43,6 +44,8 @@ class LongspanServer:
             env={**inherited, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
             stdout=sys.stderr,
         )
+        while self._server.poll() is None and self._status("/live") is None:
+            time.sleep(0.2)  # it imports packages, and the first health check follows
 
     def check_health(self) -> None:
         """Raise an error if the server has ended or does not answer. A server that loads weights or drains answers."""
