@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from draws import cases, changed, logits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cost import LinearCost
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from refusals import refused
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -176,12 +177,23 @@ def test_requests_with_equal_grammars_compile_one_and_have_their_own_states(monk
     form = {"choice": ["one", "other", "together"]}
     first, second, third = (guide(**form) for _ in range(3))
     begin = tokens_in(first.allowed())
+    assert tokens_in(second.allowed()) == begin
+    assert compiled.call_count == 1
     first.add(ids("other"))
     second.add(ids("no"))
     assert tokens_in(first.allowed()) == set(EOS)
     assert second.allowed() is None and second.error
     assert tokens_in(third.allowed()) == begin and not third.error
-    assert compiled.call_count == 1
+
+
+def test_lexer_states_of_other_requests_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["".join(random.Random(seed).choices("abcdefgh", k=30)) for seed in range(40)]
+    monkeypatch.setattr("longspan.runtime.grammar.LIMITS", LLParserLimits(max_lexer_states=400))
+    form, rank = grammar(choice=words), vocabulary.__wrapped__()
+    for seed in range(len(words)):
+        request, drawn = GrammarMatcher(form, rank), random.Random(seed)
+        while not (allowed := tokens_in(request.allowed())) <= set(EOS):
+            request.add([drawn.choice(sorted(allowed))])
 
 
 def test_bans_count_unless_nothing_else_is_left() -> None:

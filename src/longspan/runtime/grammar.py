@@ -18,8 +18,8 @@ from longspan.text.grammar_check import LIMITS, first_line
 from longspan.text.tokenizer import grammar_vocabulary, load_tokenizer
 
 _log = logging.getLogger("longspan.worker")
-_MAX_COMPILED = 16
-"""Compiled grammars that a rank keeps. 200 tools take 6 MiB. Other requests with the same grammar take 0.5 MiB each."""
+_MAX_COMPILED = 8
+"""Compiled grammars that a rank keeps. The largest take 27 MB, see `MAX_TOOL_CHARS`."""
 
 
 class Vocabulary:
@@ -37,8 +37,16 @@ class Vocabulary:
         return grammar_vocabulary(tokenizer, vocab_size=self.size, eos_token_ids=self._eos_token_ids)
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """Return a matcher at the begin of a grammar, which is compiled once for several requests."""
+        """Return a matcher at the begin of a grammar, which is compiled once for several requests.
+
+        Their matchers share the lexer, and so the limit of its states.
+        """
         return self._compiled(grammar).deep_copy()
+
+    def own_matcher(self, grammar: str) -> LLMatcher:
+        """Return a matcher with a lexer of its own. Later matchers of other requests get a new lexer, too."""
+        self._compiled.cache_clear()
+        return self._compile(grammar)
 
     def _compile(self, grammar: str) -> LLMatcher:
         return LLMatcher(self.tokens, grammar, log_level=0, limits=LIMITS)
@@ -73,7 +81,8 @@ class GrammarMatcher:
         self.error = ""
         self._grammar, self._vocabulary = grammar, vocabulary
         self._new: list[int] = []
-        self._ended = False
+        self._taken: list[int] = []
+        self._ended = self._has_own = False
 
     def add(self, tokens: Sequence[int]) -> None:
         self._new.extend(tokens)
@@ -91,6 +100,10 @@ class GrammarMatcher:
         bits = self._vocabulary.ends.copy()
         if not self._ended:
             fill_next_token_bitmask(self._matcher, bits.view(np.int32))
+            if self._matcher.is_error() and not self._has_own:  # perhaps of states that other requests have added
+                self._has_own, self._matcher = True, self._vocabulary.own_matcher(self._grammar)
+                self._matcher.consume_tokens(self._taken)
+                fill_next_token_bitmask(self._matcher, bits.view(np.int32))
         bits &= self._vocabulary.has_logits
         if self._matcher.is_error():
             self.error = first_line(self._matcher.get_error())
@@ -106,7 +119,9 @@ class GrammarMatcher:
     def _take_new(self) -> None:
         ends = [index for index, token in enumerate(self._new) if token in self._vocabulary.tokens.eos_tokens]
         if not self._ended:
-            self._matcher.consume_tokens(self._new[: ends[0]] if ends else self._new)
+            taken = self._new[: ends[0]] if ends else self._new
+            self._taken += taken
+            self._matcher.consume_tokens(taken)
         self._ended = self._ended or bool(ends)
         self._new.clear()
 
