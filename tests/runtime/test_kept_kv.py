@@ -148,7 +148,8 @@ def test_a_document_kept_by_another_process_just_before_the_lock_is_read_only(
 def test_the_record_has_the_root_of_the_prefix_keys(tiny: Path, tmp_path: Path) -> None:
     model = kept(tiny, tmp_path)
     with opened(tiny, tmp_path) as llm:
-        assert kept_kv.record(model)["root"] == llm.engine.root_key(len(DOCUMENT)).hex()
+        config, policy = llm.engine.config, llm.service.setup.policy
+    assert kept_kv.record(model)["root"] == kept_kv.root_of(config, policy, len(DOCUMENT))
 
 
 def test_a_lock_of_a_removed_folder_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ class Kept:
 
         name = name_of_kv(llm.service.files, llm.engine.config.block_size)
         root = kept_kv.record(self._present / name).get("root")
-        if root not in (None, llm.engine.root_key(len(prompt)).hex()):
+        if root not in (None, kept_kv.root_of(llm.engine.config, llm.service.setup.policy, len(prompt))):
             problem = f"{self.name} was kept with other settings of sparse attention or rotary embeddings"
             remedy = f"to keep it with these, first run longspan cache drop documents {self.name}"
             note(f"{problem}: its KV is computed again, and not kept ({remedy})")

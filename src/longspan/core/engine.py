@@ -13,7 +13,7 @@ from longspan.core.lifecycle import Clock, Lifecycle
 from longspan.core.policy import Policy
 from longspan.core.queues import Queues
 from longspan.core.ranks import Ranks
-from longspan.core.request import FinishReason, Request, root_key
+from longspan.core.request import FinishReason, Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.stats import Counts, Load
 from longspan.core.steps import Content, Executor
@@ -44,14 +44,13 @@ class Engine:
         saved: Sequence[Iterable[tuple[int, Content]]] = (),
         seal_disks: bool = False,
     ) -> None:
-        self.config, self._clock = config, clock
+        self.config, self._clock, self.watch, self._is_checked = config, clock, Watch(), False
         self._queues = Queues(config.cluster, config.max_steps_in_flight)
         self._ranks, self._intake = Ranks(executor), Intake(config.seed)
         self.kv = KvManager(config, self._queues, self._ranks.number, saved=saved, seal_disks=seal_disks)
         self._lifecycle = Lifecycle(config, self._queues, self.kv, self._ranks, clock)
         self.counts: Counts = self._lifecycle.counts
         self._regrouping: Regrouping | None = None  # None before the first change of clusters
-        self.watch, self._is_checked = Watch(), False
         self.set_policy(policy)
 
     # ---------------------------------------------------------------- requests
@@ -59,11 +58,6 @@ class Engine:
     def check(self, num_prompt_tokens: int) -> None:
         """Raise ValueError for a prompt that is empty, too long for any output, or refused by the policy."""
         self._intake.check(num_prompt_tokens, *self._target())
-
-    def root_key(self, num_prompt_tokens: int) -> bytes:
-        """Return the root of the prefix keys of such a prompt without a salt. KV is shared under one root only."""
-        policy, config = self._target()
-        return root_key(config.rope_length(num_prompt_tokens), config.sparse(policy, num_prompt_tokens))
 
     def add(self, prompt: Sequence[int], params: SamplingParams, **options: Unpack[RequestOptions]) -> Request:
         """Queue a request. While clusters change, apply the limits and settings that hold after the change.

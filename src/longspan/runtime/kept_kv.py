@@ -13,6 +13,9 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from longspan.core.blocks import chain_key
+from longspan.core.config import EngineConfig
+from longspan.core.policy import Policy
+from longspan.core.request import root_key
 from longspan.model.files import lock_folder
 from longspan.runtime.disk_pool import KEPT, DamagedError, Header, read_header
 
@@ -66,6 +69,11 @@ def record(folder: Path) -> dict[str, object]:
     except (OSError, ValueError):
         return {}
     return fields
+
+
+def root_of(config: EngineConfig, policy: Policy, num_prompt_tokens: int) -> str:
+    """Return the root key in the record of a document whose KV a prompt of this length can use."""
+    return root_key(config.rope_length(num_prompt_tokens), config.sparse(policy, num_prompt_tokens)).hex()
 
 
 def check_unused(folder: Path) -> None:
