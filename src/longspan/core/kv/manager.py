@@ -94,7 +94,6 @@ class KvManager:
         self.account = KvAccount(cluster.pool_blocks, block_size=size, prefix_caching=caching)
 
     def _seal(self) -> None:
-        """Keep the contents of new pools on disks, see `BlockPool.seal`."""
         disks = self._cluster.disk_pools if self._seal_disks else ()
         self.kept = [BlockRef(disk, block) for disk in disks for block in self.pool(disk).seal()]
 
