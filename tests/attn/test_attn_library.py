@@ -62,11 +62,19 @@ def case(draw: random.Random, size: int, name: str) -> tuple[AttnSpec, list[Requ
     return random_spec(draw), [in_order(one) for one in batch] if name == "chain" else batch
 
 
-def compare(exchange: Callable[..., Tensor], group: attn.Members, spec: AttnSpec, batch: Sequence[Request]) -> None:
+def compare(
+    exchange: Callable[..., Tensor],
+    group: attn.Members,
+    spec: AttnSpec,
+    batch: Sequence[Request],
+    *,
+    dtype: torch.dtype = torch.float32,
+    atol: float = 1e-5,
+) -> None:
     """A member's output with that of one device."""
     out = exchange(
         group,
-        *packed(batch, group.rank, spec),
+        *(tensor.to(dtype) for tensor in packed(batch, group.rank, spec)),
         [one.q_runs for one in batch],
         kv_runs=[one.kv_runs for one in batch],
         scale=spec.scale,
@@ -74,7 +82,8 @@ def compare(exchange: Callable[..., Tensor], group: attn.Members, spec: AttnSpec
         softcap=spec.softcap,
     )
     wanted = torch.cat([one.wanted(group.rank, spec) for one in batch], dim=1)
-    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=0)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), wanted, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
@@ -90,6 +99,20 @@ def test_random_cases_are_exact(name: str, size: int) -> None:
                 compare(EXCHANGES[name], group, spec, batch)
 
     assert run_members(size, member) == [None] * size
+
+
+def test_merged_results_of_separate_rows_have_the_type_of_queries() -> None:
+    """Two members hold the keys of the first and the last request, whose queries the third member has."""
+    away, own = ([Run(0, 30)], [], []), ([Run(0, 5)], [], [])
+    far = Request(q_runs=away, kv_runs=([], [Run(0, 15)], [Run(15, 30)]), seed=2)
+    batch = [far, Request(q_runs=own, kv_runs=own, seed=3), far]
+    spec = AttnSpec(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, window=None, softcap=None)
+
+    def member(rank: int, transport: Transport) -> None:
+        with attn.Members(transport, range(3), rank) as group:
+            compare(attn.ring_q, group, spec, batch, dtype=torch.bfloat16, atol=2e-2)
+
+    assert run_members(3, member) == [None] * 3
 
 
 def test_process_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

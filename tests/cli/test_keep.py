@@ -70,7 +70,7 @@ def test_documents_take_at_most_as_much_disk_as_stays_free(
     documents = tmp_path / "cache/documents"
     kept_bytes = sum(path.stat().st_size for path in (documents / "sea").rglob("*") if path.is_file())
     free = SimpleNamespace(free=kept_bytes * 3 // 2)
-    monkeypatch.setattr("longspan.cli.keep.shutil.disk_usage", lambda _: free)
+    monkeypatch.setattr("longspan.cli.keep.disk_usage", lambda _: free)
     first = ask("a.txt", "Which colour?", "--keep", "other", "--disk-kv-gib", "1")
     assert "longspan cache drop documents" in first["notes"]
     assert not [*(documents / "other").rglob("*.kv")]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from shutil import disk_usage, rmtree
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,8 +28,7 @@ KeepArgument = Annotated[
 ]
 HOST_GIB, DISK_GIB = 4.0, 4.0
 """Memory and disk for the KV of a kept document, if not given. These hold 93,000 tokens of the default model, or
-32,000 tokens of Llama 3 8B. A longer document is answered, but not kept. A full disk gives less, and a kept document
-gets the disk that it has."""
+32,000 tokens of Llama 3 8B. A longer document is answered, but not kept. A kept document gets the disk that it has."""
 _SAVE_S = 600.0
 """Seconds in which the KV of a document is written after its first answer."""
 _RECORD = "document.json"
@@ -37,6 +36,11 @@ _RECORD = "document.json"
 
 def folder_of_documents() -> Path:
     return cache_root() / "documents"
+
+
+def _default_gib(folder: Path) -> float:
+    """Return the disk for a document whose KV is not stored: `DISK_GIB`, or half of the free space if that is less."""
+    return min(DISK_GIB, disk_usage(folder).free / 2**31)
 
 
 class Kept:
@@ -95,7 +99,7 @@ class Kept:
         return replace(
             engine,
             host_kv_gib=engine.host_kv_gib or HOST_GIB,
-            disk_kv_gib=engine.disk_kv_gib or self._default_disk_gib(),
+            disk_kv_gib=engine.disk_kv_gib or max(_default_gib(self._present), self._stored_gib()),
             disk_kv_dir=str(self._present),
         )
 
@@ -141,7 +145,7 @@ class Kept:
             if kept_kv.is_kept(folder):
                 return
             num_bytes = kept_kv.keep(folder, tokens, block_size, model=model)
-            total, free = _num_bytes(folder_of_documents()), shutil.disk_usage(folder).free
+            total, free = _num_bytes(folder_of_documents()), disk_usage(folder).free
             if total > free:
                 kept_kv.drop_model(folder)
         except kept_kv.KvInUseError as error:
@@ -166,14 +170,13 @@ class Kept:
             self._is_stale = True
             return None
 
-    def _default_disk_gib(self) -> float:
-        """Return `DISK_GIB`, or half of the free space if that is less, and at least the size of the stored KV."""
-        free_bytes = shutil.disk_usage(self._present).free
-        return max(min(DISK_GIB, free_bytes / 2**31), math.ceil(_num_bytes(self._present) / 2**30))
+    def _stored_gib(self) -> int:
+        """Return the size of the stored KV, rounded up."""
+        return math.ceil(_num_bytes(self._present) / 2**30)
 
     def _remove_unsaved(self) -> None:
         if self._is_stale and self._saved is None:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
+            rmtree(self._unfinished, ignore_errors=True)
 
     def _prepare_replacement(self) -> None:
         """Remove the rest of an earlier replacement. Raise ParameterError if another process uses the name."""

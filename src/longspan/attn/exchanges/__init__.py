@@ -206,7 +206,8 @@ class Call:
         if len(self._partials) > 1:
             self._merge_overlapping()
         for indices, (out, _) in self._partials.items():
-            self.out[:, self.parts.rows(indices, self.q.device)] = out
+            # Merged results are float32. An assignment by an index tensor does not convert.
+            self.out[:, self.parts.rows(indices, self.q.device)] = out.to(self.out.dtype)
         self._partials.clear()
 
     def _merge_overlapping(self) -> None:
