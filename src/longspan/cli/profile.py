@@ -89,6 +89,7 @@ def profile(
     else:
         table = store.load_partitions(measured.profile_key, engine.block_size)
     _print(measured, table, as_json=as_json)
+    note(f"longspan simulate takes this file: --profile {store.profile_file(measured.profile_key)}")
     return 0
 
 

@@ -206,8 +206,7 @@ class Call:
         if len(self._partials) > 1:
             self._merge_overlapping()
         for indices, (out, _) in self._partials.items():
-            # Merged results are float32. An assignment by an index tensor does not convert.
-            self.out[:, self.parts.rows(indices, self.q.device)] = out.to(self.out.dtype)
+            self.out[:, self.parts.rows(indices, self.q.device)] = out.to(self.out.dtype)  # an index tensor needs it
         self._partials.clear()
 
     def _merge_overlapping(self) -> None:
