@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -22,14 +23,15 @@ from longspan.errors import ParameterError, WorkerLostError
 from longspan.service import Service
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray then listens on the loopback interface
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
 ray: Any = pytest.importorskip("ray", reason="pip install 'longspan[ray]'")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPT = [5 + token for token in np.random.default_rng(3).integers(0, 190, 120).tolist()]
 
 
 @pytest.fixture(scope="module")
-def two_hosts() -> Iterator[str]:
-    """Yield the address of a cluster of two nodes with two CPUs each."""
+def ray_cluster() -> Iterator[Any]:
+    """Yield a cluster of two nodes with two CPUs each."""
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="ls-ray-", dir="/tmp")  # a longer path is too long for Ray's sockets
@@ -39,10 +41,19 @@ def two_hosts() -> Iterator[str]:
         patch.setenv("PYTHONPATH", path)
         cluster = Cluster(initialize_head=True, head_node_args=node)
         cluster.add_node(**node)
-        yield cluster.address
+        cluster.node_options = node
+        yield cluster
         ray.shutdown()
         cluster.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def two_hosts(ray_cluster: Any) -> str:
+    """Return the address of the cluster, whose lost node is replaced."""
+    if len(ray_cluster.list_all_nodes()) == 1:
+        ray_cluster.add_node(**ray_cluster.node_options)
+    return str(ray_cluster.address)
 
 
 def options(address: str, **given: Any) -> dict[str, Any]:
@@ -136,3 +147,23 @@ def test_an_address_without_a_cluster_is_refused(tiny: Path, monkeypatch: pytest
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(ParameterError, match=r"ray_address has no Ray cluster \(no GCS\): run `ray start`"):
         LLM(str(tiny), **options("127.0.0.1:1"))
+
+
+def test_instances_on_other_hosts_serve_on_without_a_lost_host(
+    ray_cluster: Any, two_hosts: str, tiny: Path, oracle: Oracle
+) -> None:
+    given = EngineArgs(str(tiny), **options(two_hosts, parallel="2", policy="chunked", threads_per_rank=2))
+    service = Service(given)
+    requests = [service.engine.add(prompt, GREEDY) for prompt in (PROMPT, PROMPT[::-1])]
+    for _ in range(4):
+        service.engine.step()
+    ray_cluster.remove_node(ray_cluster.worker_nodes.copy().pop())
+    with pytest.raises(WorkerLostError, match="rank 1 was lost"):
+        finish(service)
+    with pytest.raises(WorkerLostError, match=r"rank 1 was lost: its host \w+ is not in the Ray cluster any more"):
+        service.restart()
+    service.shrink(1)
+    finish(service)
+    for request in requests:
+        assert request.output == oracle.complete(request.prompt, 12).token_ids
+    service.close()

@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -40,6 +41,8 @@ _PLACE_TIMEOUT_S = 60.0
 """Seconds to wait for CPUs and devices that other jobs of the cluster use, or that an autoscaler adds."""
 _START_TIMEOUT_S = 1800.0
 """Seconds for an actor to prepare the model. A host may have to download it."""
+_CHECK_S = 2.0
+"""Seconds between checks for lost hosts while actors start."""
 _END_TIMEOUT_S = 5.0
 _LOST = -signal.SIGKILL
 """Exit code of a worker whose actor or host was lost. The worker exits with its actor."""
@@ -91,6 +94,7 @@ class RayHosts:
             by_bundle = placement_group_table(reserved)["bundles_to_node_id"]
             own = ray.get_runtime_context().get_node_id()
             order = sorted({*by_bundle.values()}, key=lambda node: (node != own, _number(nodes.get(node)), node))
+            self._nodes = order
             hosts = [order.index(by_bundle[bundle]) for bundle in range(len(groups))]
             self._reserved, self._bundles = reserved, list[int]()
             locations: list[Location] = []
@@ -103,8 +107,22 @@ class RayHosts:
             self._acquired = acquired.pop_all()
 
     def launch(self, config: WorkerConfig) -> RayLauncher:
-        """Start the actors of all ranks of a cluster."""
-        return RayLauncher(self, msgspec.structs.replace(config, is_placed=True), self._names)
+        """Start the actors of all ranks of a cluster. Raise WorkerLostError if the host of a rank was lost."""
+        self.check(config.cluster)
+        return RayLauncher(self, msgspec.structs.replace(config, is_placed=True))
+
+    def check(self, cluster: Cluster) -> None:
+        """Raise WorkerLostError if a host of the cluster has left Ray, or Ray has moved its reservation."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        by_bundle = placement_group_table(self._reserved)["bundles_to_node_id"]
+        for rank, location in enumerate(cluster.locations):
+            node = self._nodes[location.host]
+            if node not in alive or by_bundle[self._bundles[location.device]] != node:
+                raise WorkerLostError(rank, f"its host {self.name(location)} is not in the Ray cluster any more")
+
+    def name(self, location: Location) -> str:
+        """Return the name of the host of a rank."""
+        return self._names[location.host]
 
     def actor(self, location: Location) -> ActorHandle:
         """Create the actor of a rank, at the location of the placement that the rank has."""
@@ -138,14 +156,10 @@ class RayHosts:
 
 
 class RayLauncher:
-    """Starts the workers of one run by actors at the reserved places.
+    """Starts the workers of one run by actors at the reserved places."""
 
-    Args:
-        names: the names of the hosts, by the host numbers of locations.
-    """
-
-    def __init__(self, hosts: RayHosts, config: WorkerConfig, names: Sequence[str]) -> None:
-        self.cluster, self._names, self._logs = config.cluster, names, dict[int, str]()
+    def __init__(self, hosts: RayHosts, config: WorkerConfig) -> None:
+        self.cluster, self._hosts, self._logs = config.cluster, hosts, dict[int, str]()
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         model = config.files.name
         if model != ALIAS and (path := Path(model).expanduser()).exists():  # actors have another working folder
@@ -166,9 +180,15 @@ class RayLauncher:
 
     def start(self, rank: int) -> RayWorker:
         """Wait until the actor of a rank has started its worker. All actors start at the same time."""
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while not ray.wait([self._starting[rank]], timeout=_CHECK_S)[0]:
+            self._hosts.check(self.cluster)
+            if time.monotonic() > deadline_s:
+                raise WorkerLostError(rank, f"its actor does not start within {_START_TIMEOUT_S:g} s")
         try:
-            started = msgspec.json.decode(ray.get(self._starting[rank], timeout=_START_TIMEOUT_S), type=RankStarted)
+            started = msgspec.json.decode(ray.get(self._starting[rank]), type=RankStarted)
         except RayError as error:
+            self._hosts.check(self.cluster)
             reason = str(error).strip().partition("\n")[0]
             raise WorkerLostError(rank, f"its actor does not start: {reason}") from error
         if started.error is not None:
@@ -177,7 +197,7 @@ class RayLauncher:
         return RayWorker(self._actors[rank], started.pid)
 
     def hint(self, rank: int) -> str:
-        return f"log: {self._logs.get(rank, 'none')} on host {self._names[self.cluster.locations[rank].host]}"
+        return f"log: {self._logs.get(rank, 'none')} on host {self._hosts.name(self.cluster.locations[rank])}"
 
     def clean_up(self) -> None:
         """End all actors. At the exit of the interpreter, Ray has ended them."""
