@@ -102,7 +102,7 @@ class RayHosts:
                 locations += [Location(host=hosts[bundle], device=rank) for rank in group]
                 self._bundles += [bundle] * len(group)
             self.placement = Placement(locations=tuple(locations), threads=self._threads)
-            self._names = [nodes[node]["NodeManagerHostname"] if node in nodes else node for node in order]
+            self._names: list[str] = [nodes[node]["NodeManagerHostname"] if node in nodes else node for node in order]
             _log.info("hosts of the ranks, by Ray: %s", ", ".join(self._names))
             self._acquired = acquired.pop_all()
 
