@@ -64,11 +64,10 @@ def options(address: str, **given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "hosts"),
     [
-        ({"instances": 2, "threads_per_rank": 2, "policy_options": {"threshold": "0"}}, (0, 1)),
         ({"pp": 2}, (0, 1)),
         ({"parallel": "2xtp2", "policy_options": {"threshold": "0"}}, (0, 0, 1, 1)),
     ],
-    ids=["instances", "pp2", "2xtp2"],
+    ids=["pp2", "2xtp2"],
 )
 def test_ranks_on_several_hosts_answer_exactly_and_end(
     given: dict[str, Any], hosts: tuple[int, ...], two_hosts: str, tiny: Path, oracle: Oracle
@@ -104,7 +103,7 @@ def finish(service: Service) -> None:
         service.engine.step()
 
 
-@pytest.mark.parametrize("what", ["worker", "actor"])
+@pytest.mark.parametrize("what", [pytest.param("worker", marks=pytest.mark.full), "actor"])
 def test_a_lost_worker_is_named_with_its_host_and_requests_continue_on_new_workers(
     what: str, two_hosts: str, tiny: Path, oracle: Oracle
 ) -> None:
