@@ -63,6 +63,8 @@ VALUES: dict[str, str | list[str]] = {
     "host_kv_gib": "1.5",
     "disk_kv_gib": "2.5",
     "disk_kv_dir": "some/kv",
+    "executor": "ray",
+    "ray_address": "10.0.0.1:6379",
     "threads_per_rank": "3",
     "device": "cuda",
     "dtype": "bfloat16",
