@@ -8,7 +8,7 @@ import pytest
 
 _ACTIONS = (
     "add|allow|ask|call|change|check|choose|describe|do|drop|enable|flatten|free|give|increase|install|join|keep|leave|lower|make"
-    "|measure|name|pass|put|raise|reduce|remove|replace|restart|run|select|send|set|shorten|split|start|train|use|wait|write"
+    "|measure|name|pass|put|raise|reduce|remove|replace|restart|run|select|send|set|shorten|split|start|stop|train|use|wait|write"
 )
 _BOUNDS = (
     r"must(?: not)? \w+|(?:can|may) (?:only )?be|at (?:most|least)|(?:more|less) than|needs?|(?:options|known) are"
