@@ -10,14 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from served import served
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from longspan.model.source import smollm2_folder
@@ -37,7 +34,7 @@ WAYS = {
     "texts": ("tokenized_requests=False,num_concurrent=4", 1),
 }
 """Arguments of lm-eval's model, and the number of prompts per request."""
-_ADDRESS = re.compile(r"serving \S+ on (http://\S+)")
+FLAGS = ("--dtype", "float32", "--max-model-len", str(MAX_LENGTH))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +53,12 @@ def main() -> int:
     console = Console()
     lm_eval = options.clients_venv.absolute() / "bin" / "lm_eval"  # it runs in another folder
     if not lm_eval.is_file():
-        console.print(f"{lm_eval} does not exist: make clients")
+        console.print(f"{lm_eval} does not exist: make evals installs it")
         return 2
     table = Table("task", "asked with", "log-likelihoods", "largest difference", "within")
     reference = Reference()
     agrees = True
-    with tempfile.TemporaryDirectory() as folder, _server(Path(folder)) as url:
+    with tempfile.TemporaryDirectory() as folder, served(Path(folder), *FLAGS) as url:
         for way, (arguments, batch_size) in WAYS.items():
             scores = _evaluate(lm_eval, url, arguments, batch_size, Path(folder) / way)
             for task in sorted({score.task for score in scores}):
@@ -71,25 +68,6 @@ def main() -> int:
                 table.add_row(task, way, str(len(errors)), f"{max(errors):.2e}", "yes" if within else "[red]no")
     console.print(table)
     return 0 if agrees else 1
-
-
-@contextmanager
-def _server(folder: Path) -> Iterator[str]:
-    """Start a server for the duration of the block, and yield its URL."""
-    command = [sys.executable, "-m", "longspan", "serve", "--dtype", "float32", "--port", "0"]
-    command += ["--max-model-len", str(MAX_LENGTH)]
-    log = folder / "server.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-    try:
-        while (address := _ADDRESS.search(log.read_text())) is None:
-            if process.poll() is not None:
-                sys.exit(f"the server did not start:\n{log.read_text()}")
-            time.sleep(0.1)
-        yield address[1]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
 
 
 def _evaluate(lm_eval: Path, url: str, arguments: str, batch_size: int, output: Path) -> list[Score]:
