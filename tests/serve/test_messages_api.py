@@ -312,6 +312,19 @@ def test_mistakes_are_invalid_requests_that_name_the_field(
         assert all(word in error.error.message for word in words), error.error.message
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_threads_are_refused_by_the_code_that_lets_clients_send_whole_conversations(
+    http: TestClient, path: str, thread: Any
+) -> None:
+    answer = http.post(path, json={**ASK, "thread": thread})
+    error = MessagesErrorBody.model_validate(answer.json()).error
+    assert answer.status_code == 400
+    assert "thread" in error.message
+    assert error.details is not None
+    assert (error.details.error_code, error.details.unsupported) == ("thread_unsupported_request", ["thread"])
+
+
 def test_other_errors_have_the_form_of_the_path_too() -> None:
     server, engine = make_speaking_server(api_keys=("sesame",))
     http = client_of(server)

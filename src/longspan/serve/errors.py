@@ -51,10 +51,16 @@ _MESSAGES_TYPES = {
 }
 
 
-def messages_error_body(status: int, message: str, request_id: str | None) -> dict[str, Any]:
+UNSUPPORTED_THREAD = "thread_unsupported_request"
+"""The error code with which Anthropic's API refuses threads. Its clients then send the whole conversation."""
+
+
+def messages_error_body(status: int, message: str, request_id: str | None, code: str | None = None) -> dict[str, Any]:
     """Return the body of a response with this HTTP status in the form of Anthropic's API."""
-    kind = _MESSAGES_TYPES.get(status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    error: dict[str, Any] = {"type": _MESSAGES_TYPES.get(status, "invalid_request_error"), "message": message}
+    if code == UNSUPPORTED_THREAD:
+        error["details"] = {"error_code": code, "unsupported": ["thread"]}
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 class ErrorResponse(JSONResponse):
@@ -63,12 +69,13 @@ class ErrorResponse(JSONResponse):
     def __init__(self, body: dict[str, Any], status: int, headers: Mapping[str, str]) -> None:
         super().__init__(body, status_code=status, headers=headers)
         self._message: str = body["error"]["message"]
+        self._code: str = body["error"]["code"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if path == _MESSAGES_PATH or path.startswith(_MESSAGES_PATH + "/"):
             request_id = scope.get("state", {}).get("request_id")
-            self.body = self.render(messages_error_body(self.status_code, self._message, request_id))
+            self.body = self.render(messages_error_body(self.status_code, self._message, request_id, self._code))
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 

@@ -25,11 +25,19 @@ class ErrorBody(BaseModel):
     error: ErrorInfo
 
 
+class MessagesErrorDetails(BaseModel):
+    """The reason why a thread is refused, by which Anthropic's clients send whole conversations."""
+
+    error_code: str
+    unsupported: list[str]
+
+
 class MessagesErrorInfo(BaseModel):
-    """The message of an error and its kind."""
+    """The message of an error and its kind. Only refused threads have details."""
 
     message: str
     type: str
+    details: MessagesErrorDetails | None = None
 
 
 class MessagesErrorBody(BaseModel):

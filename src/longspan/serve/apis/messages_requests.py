@@ -11,7 +11,7 @@ from typing_extensions import TypeAliasType
 
 from longspan.serve.apis.base import Names, chat_of, check_tool_kind, conversation_of
 from longspan.serve.chat_requests import ChatCompletionRequest, TokenizeRequest
-from longspan.serve.errors import WireError
+from longspan.serve.errors import UNSUPPORTED_THREAD, WireError
 from longspan.serve.requests import MAX_COUNT, UNSERVED, Schema, StopStrings, WireModel
 
 NAMES: Names = (
@@ -170,6 +170,15 @@ class CountTokensRequest(WireModel):
     tools: CustomTools | None = None
     tool_choice: Annotated[FreeToolChoice | NamedToolChoice | NoToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_threads(cls, data: object) -> object:
+        """Refuse conversations that the server would keep. Anthropic's clients read the code and send everything."""
+        if isinstance(data, dict) and data.get("thread") is not None:
+            problem = "this server is stateless and keeps no threads: send all messages of the conversation"
+            raise WireError(problem, "thread", code=UNSUPPORTED_THREAD)
+        return data
 
     @property
     def continues(self) -> bool:
