@@ -18,6 +18,7 @@ from tool_models import tool_vocabulary
 
 from longspan.serve.apis.responses_requests import ResponsesAnswer
 from longspan.serve.errors import EngineLostError
+from longspan.serve.recent_items import RecentItems
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [
@@ -265,7 +266,7 @@ def test_texts_are_parsed_by_the_client(client: OpenAI, engine: SpeakingEngine) 
         ({"conversation": "conv_1"}, "conversation", "stateless"),
         ({"background": True}, "background", "stateless"),
         ({"input": []}, "input", "empty"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "msg_1"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "input_image"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"tools": [*TOOLS, *TOOLS]}, "tools[0].name", "weather"),
@@ -292,3 +293,37 @@ def test_mistakes_are_bad_requests_that_name_the_field(
         assert caught.value.param == param
         assert words in caught.value.message
         assert "messages" not in caught.value.message
+
+
+def test_items_of_recent_responses_may_be_given_by_their_ids(client: OpenAI, engine: SpeakingEngine) -> None:
+    """As the AI SDK sends them. The prompt is the same as with whole items, of an answer that was streamed or not."""
+    engine.text = f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}"
+    question = {"role": "user", "content": ASK["input"]}
+    whole = client.responses.create(**{**ASK, "input": [question]}, tools=TOOLS)
+    with client.responses.stream(**{**ASK, "input": [question]}, tools=TOOLS) as stream:
+        streamed = stream.get_final_response()
+    prompts = []
+    for output in (whole.output, streamed.output):
+        calls = [item for item in output if item.type == "function_call"]
+        results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "Sun."} for call in calls]
+        for items in (output, [{"type": "item_reference", "id": item.id} for item in output]):
+            client.responses.create(**{**ASK, "input": [question, *items, *results]}, tools=TOOLS)
+            prompts.append(engine.prompt)
+    assert len(set(prompts)) == 1
+    assert "Let me see." in prompts[0]
+
+
+def test_items_are_kept_for_their_client_up_to_a_number_of_bytes() -> None:
+    item = {"id": "msg_1", "type": "message", "text": "x" * 100}
+    items = RecentItems(max_bytes=400)
+    items.add("one", [item])
+    assert items.get("one", "msg_1") == item
+    assert items.get("two", "msg_1") is None
+    items.add("one", [item])  # under the same id: it counts once
+    items.add("one", [{**item, "id": "msg_2"}])
+    assert items.get("one", "msg_1") == item
+    items.add("one", [{**item, "id": "msg_3"}])
+    assert items.get("one", "msg_2") is None
+    assert items.get("one", "msg_1") == item
+    items.add("one", [{**item, "id": "msg_4", "text": "x" * 500}])
+    assert items.get("one", "msg_4") is None

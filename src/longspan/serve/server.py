@@ -38,6 +38,7 @@ from longspan.serve.messages import StepOutputs
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import LARGE_BODY_BYTES, Intake
 from longspan.serve.output_queue import Output, OutputQueue
+from longspan.serve.recent_items import RecentItems
 from longspan.serve.requests import CompletionRequest, Parallel, PolicyUpdate, Recording
 from longspan.serve.responses import Assembler, Body, ChatAssembler, prepared
 from longspan.serve.schemas import ModelCard, ModelList
@@ -74,7 +75,7 @@ class Server:
         if input_processor.tokenizer is not None:
             _ = input_processor.max_prompt_chars  # computed before the first request
         self.intake = Intake()
-        started = engine.started
+        self.recent_items, started = RecentItems(), engine.started
         self.metrics = Metrics(settings.metrics_prefix, settings.model_names[0], started.stats, started.cache_config)
         engine.on_step, engine.on_loss = self.metrics.take_step, self.metrics.take_loss
         engine.on_length = partial(setattr, input_processor, "max_model_len")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,26 +31,37 @@ _EVENTS = {
 async def answer(server: Server, request: Request) -> Response:
     """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream."""
     body = await server.parse(request, ResponsesRequest)
-    chat = await server.in_thread(request, _chat, body)
+    key = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
+    items = server.recent_items
+    chat = await server.in_thread(request, partial(_chat, partial(items.get, key)), body)
     with api_errors(NAMES):
-        return await server.answer(request, chat, partial(ResponsesAssembler, body))
+        return await server.answer(request, chat, partial(ResponsesAssembler, body, partial(items.add, key)))
 
 
-def _chat(body: ResponsesRequest, _: ServedModel) -> ChatCompletionRequest:
-    return body.chat()
+def _chat(
+    item_of: Callable[[str], dict[str, Any] | None], body: ResponsesRequest, _: ServedModel
+) -> ChatCompletionRequest:
+    return body.chat(item_of)
 
 
 class ResponsesAssembler(EventAssembler):
-    """Makes a response of `given`. The last event of a stream has the whole response."""
+    """Makes a response of `given`. The last event of a stream has the whole response. `keep` gets its items."""
 
-    def __init__(self, given: ResponsesRequest, *arguments: Any) -> None:  # noqa: ANN401 - see `EventAssembler`
+    def __init__(
+        self,
+        given: ResponsesRequest,
+        keep: Callable[[list[Body]], None],
+        *arguments: Any,  # noqa: ANN401 - see `EventAssembler`
+    ) -> None:
         super().__init__(*arguments)
-        self._given = given
+        self._given, self._keep = given, keep
         self._num_events = 0
 
     def answer(self) -> Body:
         status = "incomplete" if self.finish_reason == "length" else "completed"
-        return self._response(status, usage=self._used())
+        response = self._response(status, usage=self._used())
+        self._keep(response["output"])
+        return response
 
     def first_chunks(self) -> list[Body]:
         kinds = ("response.created", "response.in_progress")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, FailFast, Field, Tag, TypeAdapter, model_validator
 from typing_extensions import TypeAliasType
 
 from longspan.serve.apis.base import Names, chat_of, check_tool_kind
 from longspan.serve.chat_requests import ChatCompletionRequest, kind_of_choice
+from longspan.serve.errors import WireError, shortened
 from longspan.serve.requests import MAX_COUNT, UNSERVED, JsonObjectFormat, Schema, SomeText, TextFormat, WireModel
 
 NAMES: Names = (
@@ -85,13 +86,22 @@ class ReasoningItem(WireModel):
     content: ReasoningTexts | None = None
 
 
+class ItemReference(WireModel):
+    """An item of a recent response, by its id. Clients send it if they did not set `store` to false."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 def _with_type(value: object) -> object:
     """Add the type to a message without one."""
     return {"type": "message", **value} if isinstance(value, dict) and "role" in value else value
 
 
+WholeItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+_WHOLE_ITEM: TypeAdapter[WholeItem] = TypeAdapter(Annotated[WholeItem, Field(discriminator="type")])
 Item = Annotated[
-    Annotated[MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem, Field(discriminator="type")],
+    Annotated[WholeItem | ItemReference, Field(discriminator="type")],
     BeforeValidator(_with_type),
 ]
 InputItems = TypeAliasType("InputItems", Annotated[list[Item], Field(min_length=1), FailFast()])
@@ -163,7 +173,10 @@ class ReasoningOptions(WireModel):
 
 
 class ResponsesRequest(WireModel):
-    """`POST /v1/responses`. The server keeps no responses, so `input` is the whole conversation."""
+    """`POST /v1/responses`. The server keeps no responses, so `input` is the whole conversation.
+
+    Items of recent responses may be given by their ids.
+    """
 
     unserved: ClassVar[Mapping[str, tuple[Sequence[object], str]]] = {
         **UNSERVED,
@@ -200,11 +213,15 @@ class ResponsesRequest(WireModel):
     """Returned in the answer."""
     stream: bool | None = None
 
-    def chat(self) -> ChatCompletionRequest:
-        """Return the same request as a chat. Raise WireError if it cannot be served."""
+    def chat(self, item_of: Callable[[str], dict[str, Any] | None]) -> ChatCompletionRequest:
+        """Return the same request as a chat. `item_of` returns the item with an id.
+
+        Raises:
+            WireError: it cannot be served.
+        """
         fields = {
             "model": self.model,
-            "messages": list(_messages(self)),
+            "messages": list(_messages(self, item_of)),
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -242,10 +259,18 @@ def _format(options: TextOptions | None) -> dict[str, Any] | None:
     return given
 
 
-def _messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
+def _messages(request: ResponsesRequest, item_of: Callable[[str], dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat. System messages at the beginning become one, as most templates demand."""
     given = request.input
-    items = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
+    items: list[WholeItem] = [MessageItem(role="user", content=given)] if isinstance(given, str) else []
+    for index, item in enumerate(() if isinstance(given, str) else given):
+        if not isinstance(item, ItemReference):
+            items.append(item)
+        elif (found := item_of(item.id)) is not None:
+            items.append(_WHOLE_ITEM.validate_python(found))
+        else:
+            problem = f"{shortened(repr(item.id))} is no item of a recent response"
+            raise WireError(f"input[{index}]: {problem}: send the item itself (store: false)", f"input[{index}]")
     system = [] if request.instructions is None else [request.instructions]
     messages = list(_turns(items))
     num_system = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
@@ -255,7 +280,7 @@ def _messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
     yield from messages[num_system:]
 
 
-def _turns(items: Sequence[MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem]) -> Iterator[Any]:
+def _turns(items: Sequence[WholeItem]) -> Iterator[Any]:
     """Yield the messages of items. Successive reasoning, text and calls are one message of the assistant."""
     turn: dict[str, Any] = {}
     for item in items:
