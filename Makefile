@@ -2,7 +2,7 @@
 # make test   lint and tests: all pairs of options      make test-all all combinations and many more random examples
 # make format let ruff fix and format the code
 # make bench  longspan compared with vLLM and peers     make peers   the environment with vLLM and llama.cpp
-# make evals  lm-eval against a longspan server         make clients the environment with lm-eval
+# make evals  lm-eval against a longspan server         make clients OpenAI's and Anthropic's clients, as a table
 # make fuzz   thousands of random requests to a server  make attack floods and killed workers of a server
 # make docs   the generated parts of docs/*.md          make picture docs/*.png, by Chromium
 # make claims every claim of every paper, docs/claims.md
@@ -122,15 +122,22 @@ bench: $(STAMP)
 	-@$(MAKE) --no-print-directory peers
 	$(BIN)/python benchmarks/peers.py --peers-venv $(PEERS)
 
-# A separate environment, since lm-eval has many packages. The model is on this disk: nothing is downloaded from a hub.
-$(CLIENTS)/.installed:
+# Separate environments, since lm-eval and clients have many packages, and some clients need an openai below 3.
+# The model is on this disk: nothing is downloaded from a hub.
+CLIENT_FILES := benchmarks/clients
+$(CLIENTS)/.installed: $(wildcard $(CLIENT_FILES)/python/requirements*.txt)
 	$(PYTHON) -m venv --clear $(CLIENTS)
-	$(CLIENTS)/bin/python $(PIP_M) install 'lm-eval[api]==0.4.13' transformers==5.23.0
+	$(CLIENTS)/bin/python $(PIP_M) install -r $(CLIENT_FILES)/python/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)/openai-2
+	$(CLIENTS)/openai-2/bin/python $(PIP_M) install -r $(CLIENT_FILES)/python/requirements-openai-2.txt
 	@touch $@
 
-clients: $(CLIENTS)/.installed
+# Without npm, the clients of npm are rows with the reason.
+clients: $(STAMP) $(CLIENTS)/.installed
+	-cd $(CLIENT_FILES)/npm && npm ci --no-audit --no-fund --ignore-scripts
+	$(BIN)/python benchmarks/client_table.py --clients-venv $(CLIENTS)
 
-evals: $(STAMP) clients
+evals: $(STAMP) $(CLIENTS)/.installed
 	$(BIN)/python benchmarks/evals.py --clients-venv $(CLIENTS)
 
 EXAMPLES ?= 1000
@@ -141,4 +148,4 @@ attack: $(STAMP)
 	$(BIN)/python -m pytest -m attack
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(SITE) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLIENT_FILES)/npm/node_modules $(SITE) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
