@@ -45,7 +45,7 @@ WHOLE: dict[str, Any] = {
     "/v1/responses": Response,
 }
 EVENT: TypeAdapter[Any] = TypeAdapter(Annotated[ResponseStreamEvent, Field(discriminator="type")])
-IGNORED: dict[str, set[str]] = {}
+IGNORED = {"/v1/chat/completions": {"user"}, "/v1/responses": {"include"}}
 """Top-level fields that clients send, and that the server ignores, by path. All other fields are served."""
 TEXT, JSON_TEXT = "It rains.", '{"city": "Rome", "rains": true}'
 
