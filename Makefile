@@ -134,7 +134,8 @@ $(CLIENTS)/.installed: $(wildcard $(CLIENT_FILES)/python/requirements*.txt)
 
 # Without npm, the clients of npm are rows with the reason.
 clients: $(STAMP) $(CLIENTS)/.installed
-	-cd $(CLIENT_FILES)/npm && npm ci --no-audit --no-fund --ignore-scripts
+	@mkdir -p $(CLIENTS)/npm && cp $(CLIENT_FILES)/npm/*.json $(CLIENTS)/npm
+	-cd $(CLIENTS)/npm && npm ci --no-audit --no-fund --ignore-scripts
 	$(BIN)/python benchmarks/client_table.py --clients-venv $(CLIENTS)
 
 evals: $(STAMP) $(CLIENTS)/.installed
@@ -148,4 +149,4 @@ attack: $(STAMP)
 	$(BIN)/python -m pytest -m attack
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLIENT_FILES)/npm/node_modules $(SITE) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(SITE) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -31,7 +31,7 @@ FLAGS = (
     *("--dtype", "bfloat16", "--threads-per-rank", "1", "--max-model-len", "4096"),
     *("--chat-template", str(FOLDER / "chat_template.jinja")),
 )
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 600.0
 _MAX_CHARS = 400
 """Characters of a text in a recorded request."""
 
@@ -69,11 +69,14 @@ class Client:
             installed = next(iter(folder.glob(f"lib/*/site-packages/{self.package}")), None)
             python = folder / "bin" / "python"
             return [str(python), str(self.path)] if installed else f"{self.package} is not installed: make clients"
+        folder = venv.absolute() / "npm"  # imports of a script are searched from its own folder
         if (node := shutil.which("node")) is None:
             return "there is no node"
-        if not (FOLDER / "npm" / "node_modules" / self.package).is_dir():
+        if not (folder / "node_modules" / self.package).is_dir():
             return f"{self.package} is not installed: make clients, with npm"
-        return [node, str(self.path)]
+        for script in self.path.parent.glob("*.mjs"):
+            shutil.copy(script, folder)
+        return [node, str(folder / self.script)]
 
 
 CLIENTS = (

@@ -15,7 +15,7 @@ TOOLS: Any = [{"name": "weather", "description": "Tells it.", "input_schema": CI
 
 
 class Weather(BaseModel):
-    """A structured answer."""
+    """The form of structured answers: clients send its schema and parse the answer by it."""
 
     city: Literal["Rome", "Oslo"]
     rains: bool

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 
 class Weather(BaseModel):
-    """A structured answer."""
+    """The form of structured answers: clients send its schema and parse the answer by it."""
 
     city: Literal["Rome", "Oslo"]
     rains: bool

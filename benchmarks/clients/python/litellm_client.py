@@ -16,7 +16,7 @@ ANTHROPIC: Any = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": KEY
 
 
 class Weather(BaseModel):
-    """A structured answer."""
+    """The form of structured answers: clients send its schema and parse the answer by it."""
 
     city: Literal["Rome", "Oslo"]
     rains: bool

@@ -25,7 +25,7 @@ MODELS = {"responses": OpenAIResponsesModel, "chats": OpenAIChatCompletionsModel
 
 
 class Weather(BaseModel):
-    """A structured answer."""
+    """The form of structured answers: clients send its schema and parse the answer by it."""
 
     city: Literal["Rome", "Oslo"]
     rains: bool

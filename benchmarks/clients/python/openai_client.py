@@ -15,7 +15,7 @@ FLAT_TOOLS: Any = [{"type": "function", **TOOLS[0]["function"], "strict": True}]
 
 
 class Weather(BaseModel):
-    """A structured answer."""
+    """The form of structured answers: clients send its schema and parse the answer by it."""
 
     city: Literal["Rome", "Oslo"]
     rains: bool

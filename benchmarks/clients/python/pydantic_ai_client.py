@@ -13,7 +13,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 
 
 class Weather(BaseModel):
-    """A structured answer."""
+    """The form of structured answers: clients send its schema and parse the answer by it."""
 
     city: Literal["Rome", "Oslo"]
     rains: bool

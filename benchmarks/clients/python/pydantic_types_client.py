@@ -23,48 +23,48 @@ from typing_extensions import TypedDict
 
 
 class Colour(Enum):
-    """A type with values."""
+    """Has texts as values, which become an `enum` in the schema."""
 
     RED = "red"
     BLUE = "blue"
 
 
 class Level(IntEnum):
-    """A type with one number."""
+    """Has one value, which becomes a `const` in the schema."""
 
     LOW = 1
 
 
 class Cat(BaseModel):
-    """A variant."""
+    """Has a `kind`, by which a `oneOf` is chosen."""
 
     kind: Literal["cat"]
     lives: Annotated[int, Field(ge=1, le=9)] = 9
 
 
 class Dog(BaseModel):
-    """Another variant."""
+    """Has another `kind`, and a pattern."""
 
     kind: Literal["dog"]
     name: str = Field("Rex", examples=["Rex"], min_length=1, pattern=r"^[A-Z]\w+$")
 
 
 class Tree(BaseModel):
-    """A recursive type."""
+    """Refers to itself, which becomes a `$ref` in the schema."""
 
     children: list[Tree] = []
     pet: Annotated[Cat | Dog, Field(discriminator="kind")]
 
 
 class Pair(NamedTuple):
-    """A tuple with names."""
+    """Becomes an array with `prefixItems` in the schema."""
 
     left: int
     right: str = ""
 
 
 class Options(TypedDict, total=False):
-    """A dict with names."""
+    """Has a key that may be missing."""
 
     depth: int
 
@@ -115,7 +115,7 @@ def schemas_of_types() -> None:
 
 
 def schemas_of_models() -> None:
-    """In both modes of schemas, with references."""
+    """Send the schemas of both modes, with references."""
     models = [create_model(f"Model{index}", value=(kind, ...)) for index, kind in enumerate(TYPES)]
     for mode in ("validation", "serialization"):
         tools = [
