@@ -122,7 +122,7 @@ def recording(server_url: str) -> Iterator[Recorder]:
         do_GET = do_POST = _pass_on  # noqa: N815 - names of BaseHTTPRequestHandler
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - a name of BaseHTTPRequestHandler
-            """Discard the lines that the base class prints for each request."""
+            """Leave out the line of each request. The table prints errors itself."""
 
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     proxy.daemon_threads = True
