@@ -56,6 +56,11 @@ def two_hosts(ray_cluster: Any) -> str:
     return str(ray_cluster.address)
 
 
+def run_folders() -> set[Path]:
+    """Return the folders in which ranks of a host meet."""
+    return {*Path("/tmp").glob(f"longspan-{'?' * 16}-?")}
+
+
 def options(address: str, **given: Any) -> dict[str, Any]:
     shared = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 16}
     return {**shared, "executor": "ray", "ray_address": address, **given}
@@ -73,7 +78,7 @@ def test_ranks_on_several_hosts_answer_exactly_and_end(
     given: dict[str, Any], hosts: tuple[int, ...], two_hosts: str, tiny: Path, oracle: Oracle
 ) -> None:
     """The shards of a stage share a host. Without `threads_per_rank`, ranks get all CPUs in equal shares."""
-    before = left_names()
+    before = run_folders()
     with LLM(str(tiny), **options(two_hosts, **given)) as llm:
         cluster = llm.engine.config.cluster
         assert cluster.hosts == hosts
@@ -84,7 +89,8 @@ def test_ranks_on_several_hosts_answer_exactly_and_end(
         ips = {connection.laddr.ip for pid in pids for connection in psutil.Process(pid).net_connections("tcp")}
         assert ips == {"127.0.0.1"}
     assert not ray.is_initialized()
-    wait_until_gone(pids, before)
+    wait_until_gone(pids, left_names())
+    assert run_folders() <= before
 
 
 def actors_of(pids: tuple[int, ...]) -> list[psutil.Process]:
@@ -107,7 +113,7 @@ def finish(service: Service) -> None:
 def test_a_lost_worker_is_named_with_its_host_and_requests_continue_on_new_workers(
     what: str, two_hosts: str, tiny: Path, oracle: Oracle
 ) -> None:
-    before = left_names()
+    before = run_folders()
     given = EngineArgs(str(tiny), **options(two_hosts, parallel="2", policy="chunked", threads_per_rank=2))
     service = Service(given)
     request = service.engine.add(PROMPT, GREEDY)
@@ -125,7 +131,8 @@ def test_a_lost_worker_is_named_with_its_host_and_requests_continue_on_new_worke
         service.reshard("3")
     service.close()
     assert not ray.is_initialized()
-    wait_until_gone(pids, before)
+    wait_until_gone(pids, left_names())
+    assert run_folders() <= before
 
 
 def test_a_cluster_that_is_too_small_is_named_with_its_resources(

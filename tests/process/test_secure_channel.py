@@ -90,7 +90,9 @@ def wrong_keys(contact: Contact) -> dict[str, Contact]:
 
 
 @pytest.mark.parametrize("kind", ["no keys", "own pair", "other server"])
-def test_only_workers_of_the_run_send_reports_get_commands_and_use_the_store(kind: str) -> None:
+def test_only_workers_of_the_run_send_reports_get_commands_and_use_the_store(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     report = msgspec.msgpack.encode(messages.Ready(0))
     with channel() as controller:
         wrong = wrong_keys(controller.contact)[kind]
@@ -113,6 +115,8 @@ def test_only_workers_of_the_run_send_reports_get_commands_and_use_the_store(kin
         assert store.get("key") == b"value"
         store.close()
         theirs.close()
+    warning = "refused a connection from 127.0.0.1, since its key is not of this run"
+    assert caplog.messages == [warning] * (kind == "own pair"), "other handshakes fail before the check of keys"
 
 
 def test_the_store_keeps_the_laws_of_pytorch() -> None:

@@ -142,14 +142,15 @@ class ControllerStore(Store):
         limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # of C++
         assert self._contact.store is not None, "the controller has a store"
         socket = self._context.socket(zmq.REQ)
+        socket.sndtimeo = socket.rcvtimeo = int(limit.total_seconds() * 1000)  # a refused client cannot even send
         try:
             if self._contact.keys is not None:
                 self._contact.keys.encrypt(socket)
             socket.connect(self._contact.store)
             socket.send(msgspec.msgpack.encode(request))
-            if not socket.poll(int(limit.total_seconds() * 1000)):
-                raise DistStoreError(f"the rendezvous store did not answer {request!r:.200} for {limit}")
             return self._decoder.decode(socket.recv())
+        except zmq.Again as error:
+            raise DistStoreError(f"the rendezvous store did not answer {request!r:.200} for {limit}") from error
         finally:
             socket.close(linger=0)
 

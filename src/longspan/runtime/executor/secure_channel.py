@@ -62,7 +62,7 @@ class SecureChannel(Channel):
 
 def _serve(zap: zmq.Socket[bytes], store: zmq.Socket[bytes], accepted_key: bytes) -> None:
     """Check keys and serve the store until the channel closes. This thread owns these sockets."""
-    table = StoreTable()
+    table, refused = StoreTable(), set[bytes]()
     with zap, store, zap.context.socket(zmq.PULL) as stop:
         stop.connect(_STOP)
         poller = zmq.Poller()
@@ -71,18 +71,22 @@ def _serve(zap: zmq.Socket[bytes], store: zmq.Socket[bytes], accepted_key: bytes
             poller.register(socket, zmq.POLLIN)
         while stop not in (ready := dict(poller.poll())):
             if zap in ready:
-                zap.send_multipart(_checked(zap.recv_multipart(), accepted_key))
+                zap.send_multipart(_checked(zap.recv_multipart(), accepted_key, refused))
             if store in ready:
                 client, _, request = store.recv_multipart()
                 for waiting, answer in table.take(client, request):
                     store.send_multipart([waiting, b"", answer])
 
 
-def _checked(request: list[bytes], accepted_key: bytes) -> list[bytes]:
-    """Answer a ZAP request of version 1.0: accept a connection with the key, and refuse any other."""
+def _checked(request: list[bytes], accepted_key: bytes, refused: set[bytes]) -> list[bytes]:
+    """Answer a ZAP request of version 1.0: accept a connection with the key, and refuse any other.
+
+    `refused` are the addresses that the log names already, since clients connect again and again.
+    """
     version, request_id, _, address, _, mechanism, *credentials = request
     is_accepted = mechanism == _CURVE_MECHANISM and credentials == [z85.decode(accepted_key)]
-    if not is_accepted:
+    if not is_accepted and address not in refused:
+        refused.add(address)
         _log.warning("refused a connection from %s, since its key is not of this run", address.decode())
     status = (b"200", b"OK") if is_accepted else (b"400", b"unknown key")
     return [version, request_id, *status, b"", b""]
