@@ -49,6 +49,15 @@ def ray_cluster() -> Iterator[Any]:
 
 
 @pytest.fixture
+def services() -> Iterator[list[Service]]:
+    """Yield a list whose services are closed at the end, also after a failure."""
+    started: list[Service] = []
+    yield started
+    for service in started:
+        service.close()
+
+
+@pytest.fixture
 def two_hosts(ray_cluster: Any) -> str:
     """Return the address of the cluster, whose lost node is replaced."""
     if len(ray_cluster.list_all_nodes()) == 1:
@@ -111,11 +120,12 @@ def finish(service: Service) -> None:
 
 @pytest.mark.parametrize("what", [pytest.param("worker", marks=pytest.mark.full), "actor"])
 def test_a_lost_worker_is_named_with_its_host_and_requests_continue_on_new_workers(
-    what: str, two_hosts: str, tiny: Path, oracle: Oracle
+    what: str, two_hosts: str, tiny: Path, oracle: Oracle, services: list[Service]
 ) -> None:
     before = run_folders()
     given = EngineArgs(str(tiny), **options(two_hosts, parallel="2", policy="chunked", threads_per_rank=2))
     service = Service(given)
+    services.append(service)
     request = service.engine.add(PROMPT, GREEDY)
     for _ in range(4):
         service.engine.step()
@@ -156,10 +166,11 @@ def test_an_address_without_a_cluster_is_refused(tiny: Path, monkeypatch: pytest
 
 
 def test_instances_on_other_hosts_serve_on_without_a_lost_host(
-    ray_cluster: Any, two_hosts: str, tiny: Path, oracle: Oracle
+    ray_cluster: Any, two_hosts: str, tiny: Path, oracle: Oracle, services: list[Service]
 ) -> None:
     given = EngineArgs(str(tiny), **options(two_hosts, parallel="2", policy="chunked", threads_per_rank=2))
     service = Service(given)
+    services.append(service)
     requests = [service.engine.add(prompt, GREEDY) for prompt in (PROMPT, PROMPT[::-1])]
     for _ in range(4):
         service.engine.step()
