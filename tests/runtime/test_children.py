@@ -19,6 +19,7 @@ from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
 from longspan.model.files import ModelFiles
 from longspan.runtime.child import start_child
+from longspan.runtime.contact import Contact
 from longspan.runtime.executor import forkserver
 from longspan.runtime.executor.forkserver import Ended, KillWorker, Started, StartWorker, _ForkServer
 from longspan.runtime.messages import WorkerConfig
@@ -81,7 +82,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
 def start_worker(tmp_path: Path) -> StartWorker:
     files = ModelFiles(name="m", config_dir=tmp_path, weights=tmp_path, tokenizer_dir=None, dtype="float32")
     config = WorkerConfig(files=files, cluster=Cluster.of("1"), device="cpu", num_threads=1, block_size=16)
-    return StartWorker(config, 0, str(tmp_path), tmp_path / "log")
+    return StartWorker(config, 0, Contact(address="ipc://"), str(tmp_path), tmp_path / "log")
 
 
 @pytest.mark.parametrize(
