@@ -218,7 +218,7 @@ def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFix
         if event["cat"] == "prefill" and event["tid"] == event["args"]["group"][0]:
             prompts[int(event["name"].split()[1])] += event["args"]["stop"] - event["args"]["start"]
     assert sum(prompts.values()) == found["num_prompt_tokens"]
-    text = page.read_text()
+    text = page.read_text().replace("\u00a0", " ")
     assert all(f'id="{name}"' in text for name in ("instances", "ttft-by-length", "ttft", "tbt"))
     assert "<h2>Accuracy</h2>" in text and "computed for" not in text, "a profile has no data sheet"
     assert "<td>in compute</td>" in text, "nor does it tell communication apart"
@@ -227,7 +227,7 @@ def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def rows_of(page: Path) -> dict[str, str]:
-    return dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td></tr>", page.read_text()))
+    return dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td></tr>", page.read_text().replace("\u00a0", " ")))
 
 
 def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

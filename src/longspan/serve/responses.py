@@ -315,8 +315,10 @@ class ChatAssembler(Assembler):
     @property
     def num_reasoning_tokens(self) -> int:
         """Number of tokens of the reasoning's text, without its markers. This takes as long as tokenizing the text."""
-        assert self.tokenizer is not None, "it has tokenized the chat"
         texts = ["".join(choice.reasoning) for choice in self.choices if choice.reasoning]
+        if not texts:
+            return 0
+        assert self.tokenizer is not None, "reasoning is text"
         return sum(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 
     def final_usage(self) -> Body:
