@@ -314,12 +314,10 @@ class ChatAssembler(Assembler):
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Number of tokens of the reasoning's text, without its markers. This takes as long as tokenizing the text."""
-        texts = ["".join(choice.reasoning) for choice in self.choices if choice.reasoning]
-        if not texts:
-            return 0
-        assert self.tokenizer is not None, "reasoning is text"
-        return sum(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        """Number of tokens of the reasoning, without its markers. This takes as long as tokenizing the text."""
+        encode = None if self.tokenizer is None else self.tokenizer.encode
+        texts = ("".join(choice.reasoning) for choice in self.choices if choice.reasoning)
+        return sum(len(encode(text, add_special_tokens=False)) for text in texts if encode is not None)
 
     def final_usage(self) -> Body:
         return super().final_usage() | {"completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens}}
