@@ -313,6 +313,26 @@ def test_items_of_recent_responses_may_be_given_by_their_ids(client: OpenAI, eng
     assert "Let me see." in prompts[0]
 
 
+def test_responses_with_one_request_id_have_different_items(client: OpenAI, engine: SpeakingEngine) -> None:
+    """A proxy may give all requests of a conversation one `x-request-id`."""
+    outputs = []
+    for engine.text in ("First.", "Second."):
+        answer = client.responses.create(**ASK, extra_headers={"x-request-id": "conversation-1"})
+        outputs += answer.output
+    references: Any = [{"type": "item_reference", "id": item.id} for item in outputs]
+    client.responses.create(**{**ASK, "input": [*references, {"role": "user", "content": "Go on."}]})
+    assert "First." in engine.prompt and "Second." in engine.prompt
+
+
+def test_an_item_is_given_once(client: OpenAI, engine: SpeakingEngine) -> None:
+    engine.text = "First."
+    [item] = client.responses.create(**ASK).output
+    references: Any = [{"type": "item_reference", "id": item.id}] * 2
+    with pytest.raises(openai.BadRequestError, match="twice") as caught:
+        client.responses.create(**{**ASK, "input": references})
+    assert caught.value.param == "input[1]"
+
+
 def test_items_are_kept_for_their_client_up_to_a_number_of_bytes() -> None:
     item = {"id": "msg_1", "type": "message", "text": "x" * 100}
     items = RecentItems(max_bytes=400)

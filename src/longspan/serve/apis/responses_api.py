@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,7 @@ class ResponsesAssembler(EventAssembler):
     ) -> None:
         super().__init__(*arguments)
         self._given, self._keep = given, keep
+        self._items_id = uuid.uuid4().hex  # requests may share an id, which their client or a proxy chose
         self._num_events = 0
 
     def answer(self) -> Body:
@@ -111,7 +113,7 @@ class ResponsesAssembler(EventAssembler):
         return {"item_id": self._item_id(part), "output_index": part.index, **content_index}
 
     def _item_id(self, part: Part) -> str:
-        return f"{_ITEM_PREFIXES[part.kind]}_{self.request_id}_{part.index}"
+        return f"{_ITEM_PREFIXES[part.kind]}_{self._items_id}_{part.index}"
 
     def _item(self, part: Part, status: str | None = None) -> Body:
         """Return the item of a part. An item in progress has no content yet."""

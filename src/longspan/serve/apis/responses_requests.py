@@ -263,14 +263,19 @@ def _messages(request: ResponsesRequest, item_of: Callable[[str], dict[str, Any]
     """Yield the messages of a chat. System messages at the beginning become one, as most templates demand."""
     given = request.input
     items: list[WholeItem] = [MessageItem(role="user", content=given)] if isinstance(given, str) else []
+    named = set[str]()
     for index, item in enumerate(() if isinstance(given, str) else given):
         if not isinstance(item, ItemReference):
             items.append(item)
-        elif (found := item_of(item.id)) is not None:
-            items.append(_WHOLE_ITEM.validate_python(found))
-        else:
-            problem = f"{shortened(repr(item.id))} is no item of a recent response"
-            raise WireError(f"input[{index}]: {problem}: send the item itself (store: false)", f"input[{index}]")
+            continue
+        place, name = f"input[{index}]", shortened(repr(item.id))
+        if item.id in named:  # a small request could otherwise become a large conversation
+            raise WireError(f"{place}: {name} is given twice: give each item once", place)
+        named.add(item.id)
+        if (kept := item_of(item.id)) is None:
+            problem = f"{name} is no item of a recent response"
+            raise WireError(f"{place}: {problem}: send the item itself (store: false)", place)
+        items.append(_WHOLE_ITEM.validate_python(kept))
     system = [] if request.instructions is None else [request.instructions]
     messages = list(_turns(items))
     num_system = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
