@@ -134,6 +134,24 @@ def test_a_name_in_use_is_named(
             assert "--keep 'sea'" in error and "another" in error and "--disk-kv-dir" not in error
 
 
+def test_a_replacement_in_use_is_not_removed(
+    ask: Callable[..., dict[str, Any]], speaking_model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """Another process computes the new content of the name. This one is refused before or after its engine starts."""
+    ask("a.txt", "Which colour?", "--keep", "sea")
+    (tmp_path / "b.txt").write_text("Something else.")
+    [host] = (tmp_path / "cache/documents/sea").glob("*/host-0")
+    other = tmp_path / "cache/documents/.sea.unfinished" / host.relative_to(tmp_path / "cache/documents/sea")
+    command = ("ask", "b.txt", "What?", "--keep", "sea", "--model", str(speaking_model), "--block-size", "16")
+    other.mkdir(parents=True)
+    with closing(lock_folder(other)):
+        assert run(*command, "--disk-kv-gib", "0.01") == 2
+        assert "--keep 'sea'" in capsys.readouterr().err
+        with mock.patch("longspan.cli.keep.Kept._prepare_replacement"):  # the other process has begun meanwhile
+            assert run(*command, "--disk-kv-gib", "0.01") == 2
+        assert (other / "lock").exists()
+
+
 def test_weights_in_use_are_not_dropped(
     ask: Callable[..., dict[str, Any]], speaking_model: Path, capsys: Capture
 ) -> None:

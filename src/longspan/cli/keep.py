@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from shutil import disk_usage, rmtree
+from shutil import disk_usage
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,9 +81,10 @@ class Kept:
     def start(self, model: str, engine: EngineArgs, *, seed: int | None) -> Iterator[LLM]:
         """Start an engine with the tiers that the document needs. Raise ParameterError if the name is in use."""
         with ExitStack() as stack:
+            given = self._engine(engine)
             stack.callback(self._remove_unsaved)
             try:
-                llm = stack.enter_context(start(model, self._engine(engine), seed=seed))
+                llm = stack.enter_context(start(model, given, seed=seed))
             except ParameterError as error:
                 if error.parameter != "disk_kv_dir" or engine.disk_kv_dir is not None:
                     raise
@@ -175,8 +176,12 @@ class Kept:
         return math.ceil(_num_bytes(self._present) / 2**30)
 
     def _remove_unsaved(self) -> None:
+        """Remove the new content of a failed run, unless another process uses the folder."""
+        from longspan.runtime import kept_kv  # noqa: PLC0415 - needed for kept documents only
+
         if self._is_stale and self._saved is None:
-            rmtree(self._unfinished, ignore_errors=True)
+            with suppress(OSError, kept_kv.KvInUseError):
+                kept_kv.drop(self._unfinished)
 
     def _prepare_replacement(self) -> None:
         """Remove the rest of an earlier replacement. Raise ParameterError if another process uses the name."""
