@@ -22,6 +22,7 @@ from longspan import LLM, SamplingParams
 from longspan.errors import WorkerLostError
 from longspan.runtime import messages
 from longspan.runtime.contact import Contact, Keys
+from longspan.runtime.executor import secure_channel
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.executor.secure_channel import SecureChannel
 from longspan.runtime.store import ControllerStore
@@ -155,3 +156,17 @@ def test_commands_wait_for_their_worker_and_a_closed_channel_is_gone() -> None:
     controller.close()
     with suppress(psutil.AccessDenied):
         assert port not in {connection.laddr.port for connection in psutil.Process().net_connections("tcp")}
+
+
+def test_a_channel_closes_after_its_thread_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(zap: zmq.Socket[bytes], store: zmq.Socket[bytes], _: bytes) -> None:
+        zap.close(0)
+        store.close(0)
+
+    monkeypatch.setattr(secure_channel, "_serve", fail)
+    monkeypatch.setattr(secure_channel, "_JOIN_TIMEOUT_S", 0.1)
+    controller = SecureChannel("127.0.0.1")
+    closing = threading.Thread(target=controller.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 
 import zmq
 from zmq.utils import z85
@@ -38,15 +39,16 @@ class SecureChannel(Channel):
         worker_public, worker_secret = zmq.curve_keypair()
         keys = Keys(public.decode(), worker_public.decode(), worker_secret.decode())
         self._stop = self.context.socket(zmq.PUSH)
+        self._stop.sndtimeo = round(_JOIN_TIMEOUT_S * 1000)
         self._stop.bind(_STOP)
         store = self.context.socket(zmq.ROUTER)
         for socket in (self._workers, store):
             socket.curve_server = True
             socket.curve_secretkey = secret
             socket.zap_domain = _DOMAIN.encode()
-        store.bind(address)
         zap = self.context.socket(zmq.REP)
-        zap.bind(_ZAP)
+        zap.bind(_ZAP)  # before the other sockets: ZeroMQ accepts all keys if nothing checks them
+        store.bind(address)
         where = store.get_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=_serve, args=(zap, store, worker_public), daemon=True)
         self._thread.start()
@@ -55,7 +57,8 @@ class SecureChannel(Channel):
 
     def close(self) -> None:
         if self._thread is not None and not self.context.closed:
-            self._stop.send(b"")
+            with suppress(zmq.Again):  # the thread has failed
+                self._stop.send(b"")
             self._thread.join(_JOIN_TIMEOUT_S)
         super().close()
 
