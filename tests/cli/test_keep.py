@@ -152,6 +152,19 @@ def test_a_replacement_in_use_is_not_removed(
         assert (other / "lock").exists()
 
 
+def test_dropped_weights_of_an_installation_are_only_unlinked(
+    ask: Callable[..., dict[str, Any]], tmp_path: Path, capsys: Capture
+) -> None:
+    """`deploy/start.sh` links them into the cache."""
+    ask("a.txt", "Which colour?")
+    [entry] = listed(capsys, "weights")
+    link = tmp_path / "cache/weights" / entry["name"]
+    installed = link.rename(tmp_path / "installed")
+    link.symlink_to(installed)
+    assert run("cache", "drop", "weights") == 0
+    assert [*installed.glob("*.safetensors")] and not link.is_symlink()
+
+
 def test_weights_in_use_are_not_dropped(
     ask: Callable[..., dict[str, Any]], speaking_model: Path, capsys: Capture
 ) -> None:

@@ -156,9 +156,12 @@ def test_a_cluster_that_is_too_small_is_named_with_its_resources(
     assert not ray.is_initialized()
 
 
-def test_an_address_without_a_cluster_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["ConnectionError", "AuthenticationError"])
+def test_an_address_without_a_cluster_is_refused(kind: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise ConnectionError("no GCS\nmore")
+        raise {"ConnectionError": ConnectionError, "AuthenticationError": ray.exceptions.AuthenticationError}[kind](
+            "no GCS\nmore"
+        )
 
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(ParameterError, match=r"ray_address has no Ray cluster \(no GCS\): run `ray start`"):

@@ -161,7 +161,10 @@ def _drop_weights(folder: Path) -> None:
 
     try:
         with FileLock(f"{folder}.lock", timeout=0), closing(lock_folder(folder)):
-            shutil.rmtree(folder)
+            if folder.is_symlink():  # to a read-only installation, see deploy/start.sh
+                folder.unlink()
+            else:
+                shutil.rmtree(folder)
     except Timeout:
         problem = f"{folder.name} is being converted by another process: stop that first, or give another name"
         raise ParameterError("name", problem, folder.name) from None

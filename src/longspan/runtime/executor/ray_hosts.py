@@ -242,9 +242,9 @@ def _connect(address: str | None) -> None:
             handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
                 ray.init(address, log_to_driver=False, logging_level=logging.WARNING, include_dashboard=False)
-            except (ConnectionError, ValueError, RuntimeError) as error:
+            except (ConnectionError, ValueError, RuntimeError, RayError) as error:
                 reason = str(error).strip().partition("\n")[0]
-                problem = f"has no Ray cluster ({reason}): run `ray start` on its hosts, or check the address"
+                problem = f"has no Ray cluster ({reason}): run `ray start` on its hosts, or check the address and token"
                 raise ParameterError("ray_address", problem, address) from error
             finally:
                 for number, handler in handlers.items() if is_main else ():
