@@ -324,6 +324,13 @@ def test_responses_with_one_request_id_have_different_items(client: OpenAI, engi
     assert "First." in engine.prompt and "Second." in engine.prompt
 
 
+def test_items_of_a_response_that_is_not_stored_have_no_name(client: OpenAI, engine: SpeakingEngine) -> None:
+    engine.text = "First."
+    [item] = client.responses.create(**ASK, store=False).output
+    with pytest.raises(openai.BadRequestError, match=str(item.id)):
+        client.responses.create(**{**ASK, "input": [{"type": "item_reference", "id": item.id}]})
+
+
 def test_an_item_is_given_once(client: OpenAI, engine: SpeakingEngine) -> None:
     engine.text = "First."
     [item] = client.responses.create(**ASK).output

@@ -62,7 +62,8 @@ class ResponsesAssembler(EventAssembler):
     def answer(self) -> Body:
         status = "incomplete" if self.finish_reason == "length" else "completed"
         response = self._response(status, usage=self._used())
-        self._keep(response["output"])
+        if self._given.store is not False:
+            self._keep(response["output"])
         return response
 
     def first_chunks(self) -> list[Body]:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, FailFast, Field, Tag, TypeAdapter, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 from typing_extensions import TypeAliasType
 
 from longspan.serve.apis.base import Names, chat_of, check_tool_kind
@@ -186,7 +196,6 @@ class ResponsesRequest(WireModel):
         "previous_response_id": ((), _WHOLE_INPUT),
         "prompt": ((), f"{_STATELESS} and no prompts: use instructions and input"),
         "response_format": ((), "use text.format"),
-        "store": ((False,), f"{_STATELESS}: leave it out, or set it to false"),
         "top_logprobs": ((0,), "use /v1/chat/completions"),
         "truncation": (("disabled",), "shorten the input"),
     }
@@ -197,6 +206,8 @@ class ResponsesRequest(WireModel):
     """A text of the user, or the items of a conversation."""
     instructions: str | None = None
     """A text that precedes the input, as a system message."""
+    store: bool | None = None
+    """With false, later requests cannot name the items of this response by their ids."""
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     """Default: the rest of the context."""
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -212,6 +223,13 @@ class ResponsesRequest(WireModel):
     metadata: dict[str, str] | None = None
     """Returned in the answer."""
     stream: bool | None = None
+
+    @field_validator("store")
+    @classmethod
+    def _keep_nothing(cls, store: bool | None) -> bool | None:
+        if store:
+            raise ValueError(f"{_STATELESS}: leave it out, or set it to false")
+        return store
 
     def chat(self, item_of: Callable[[str], dict[str, Any] | None]) -> ChatCompletionRequest:
         """Return the same request as a chat. `item_of` returns the item with an id.
