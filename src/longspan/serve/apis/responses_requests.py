@@ -207,7 +207,7 @@ class ResponsesRequest(WireModel):
     instructions: str | None = None
     """A text that precedes the input, as a system message."""
     store: bool | None = None
-    """With false, later requests cannot name the items of this response by their ids."""
+    """Later requests cannot name the items of this response by their ids if this is false."""
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     """Default: the rest of the context."""
     temperature: Annotated[float, Field(ge=0)] | None = None
