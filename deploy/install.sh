@@ -26,7 +26,7 @@ pip() {
 }
 
 case $device in
-cpu) pip --no-deps --extra-index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" torch ;;
+cpu) pip --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch ;; # the constraints name a build for CPUs
 cuda) ;; # the build of the package index
 *)
     echo "DEVICE is cpu or cuda, but $device given" >&2

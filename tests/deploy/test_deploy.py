@@ -108,7 +108,7 @@ def test_the_compose_file_follows_the_schema() -> None:
 
 @pytest.mark.parametrize("path", [*KUBERNETES, "pods"], ids=lambda path: getattr(path, "stem", path))
 def test_manifests_follow_the_schemas_of_kubernetes(path: Path | str) -> None:
-    """Those of KubeRay's resources are not in the package. The pods in them are checked as pods."""
+    """The package has no schemas of KubeRay's resources. The pods in them are checked as pods."""
     checker = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     manifests = [
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name.replace(" ", "-")}, "spec": pod}

@@ -82,9 +82,8 @@ def profile(
     measured = run.measure_links(measured, spec.instances)
     if partitions:
         # Steps must hold whole prompts, because `set_policy`, which sets the tried partitions, keeps their size.
-        start_chains = partial(
-            _start, model, replace(alike, policy="runahead", policy_options={"partition": "even"}), spec
-        )
+        chains = replace(alike, policy="runahead", policy_options={"partition": "even"})
+        start_chains = partial(_start, model, chains, spec)
         table = run.search_partitions(start_chains, measured, spec.instances, chosen, repeats)
     else:
         table = store.load_partitions(measured.profile_key, engine.block_size)

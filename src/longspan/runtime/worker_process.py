@@ -218,7 +218,7 @@ def own_cores() -> list[int]:
 def keep_to_cores(kind: str, rank: int, num_ranks: int, cores: Sequence[int]) -> None:
     """Keep the rank's later threads on one core if single-threaded ranks fill the machine, else on `cores`.
 
-    `rank` and `num_ranks` are those of this host.
+    `rank` and `num_ranks` count the ranks of this host.
     A rank that wakes up then never waits for a core on which another rank computes. The same holds for gloo's thread,
     which does not preempt (`polite_threads`). Linux only. Ignores errors of the system call.
     """
