@@ -426,7 +426,8 @@ def test_signals_shut_the_engine_down(number: signal.Signals, code: int) -> None
 
 # The command, which gets a signal while its modules are being imported.
 _EARLY = """
-import os, runpy, sys
+import os, runpy, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 class Finder:
     def find_spec(name, path=None, target=None):
         if name == sys.argv[1]:
