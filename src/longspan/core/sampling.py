@@ -202,7 +202,7 @@ class SamplingParams:
 
 
 def _whole(name: str, value: object, what: str = "") -> int:
-    """Return a whole number. `what` names the element of a parameter with several numbers."""
+    """Return a value as int. `what` names the element, if the parameter has several."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ParameterError(name, f"{what}must be a whole number, but {value!r} given", value)
     return int(value)

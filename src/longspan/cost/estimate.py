@@ -218,7 +218,7 @@ def _last(times: dict[int, Breakdown], exchange: Exchange) -> Breakdown:
 
 
 def _pipelined(model: Roofline, prompt: PromptShape, fractions: Fractions) -> tuple[Breakdown, Channel]:
-    """Return the breakdown of the last stage for a prompt in chunks through all stages, and the last chunk."""
+    """Return the last stage's breakdown for a prompt in chunks through all stages, and the last channel."""
     number = -(-prompt.new // chunk_tokens(prompt.new, len(model.stages)))
     cuts = cut_evenly(prompt.new, number)
     chunks = [replace(prompt, new=stop - start, cached=prompt.cached + start) for start, stop in cuts]

@@ -176,7 +176,7 @@ class FittedCost:
                 rest[instance] += fit.request_s + context_s
 
     def _add_hosts(self, forward: Forward, rest: dict[int, float]) -> None:
-        """Add the copies of keys from hosts to devices. On a CPU the pools share the memory."""
+        """Add the copies of KV from hosts to devices. On a CPU the pools share the memory."""
         for part in forward.parts if self.device != "cpu" else ():
             if part.hosted:
                 link = self._host_link or self._known_link()

@@ -117,7 +117,7 @@ class PricedPhases:
         max_seqs = max(1, cluster.num_blocks[0] // -(-length // self._block_size))
         at_once = max(1, min(max_seqs, -(-num_seqs // cluster.num_instances)))
         num_stages, per_stage = cluster.pp(0), -(-at_once // cluster.pp(0))
-        rounds = num_seqs / (at_once * cluster.num_instances)
+        rounds = max(1.0, num_seqs / (at_once * cluster.num_instances))
         return rounds * num_stages * self._stage_s(cluster.spec, per_stage, length)
 
     def reshard_s(self, cluster: Cluster) -> float:

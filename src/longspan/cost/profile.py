@@ -304,7 +304,7 @@ class Times:
 
     @cached_property
     def _known(self) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...], tuple[float, ...]]:
-        """New and cached tokens, seconds, and fitted seconds of the samples that take time."""
+        """New and cached tokens, seconds, and fitted seconds, of samples not fitted to 0."""
         fitted = [(new, cached, seconds, self.fit.seconds(new, cached)) for new, cached, seconds in self.samples]
         known = [sample for sample in fitted if sample[-1]]
         return (

@@ -45,7 +45,7 @@ class PromptAttention:
             yield Scored(request_id=request_id, attention=total.cpu().numpy().tobytes())
 
     def add(self, call: Call) -> None:
-        """Add a layer of an exchange, whose keys are in the pools by now. All members of the group call it."""
+        """Add one layer's attention. Its keys are in the pools by now. All members of the group call it."""
         for index, request_id in enumerate(self._request_ids):
             if request_id in self._spans:
                 self._add_part(request_id, call, index)

@@ -85,7 +85,7 @@ class StepComm:
         return self._group(ranks, channel.rank, channel.exchange.shown, self._tag(layer, channel.number))
 
     def instances(self) -> Group:
-        """Return the group of all instances for messages before the first layer. Rank -1: split differently."""
+        """Return the group of instances for messages before the first layer, -1 for those split differently."""
         ranks = [
             self._cluster.rank(instance, self._stage, self._shard) if self._is_alike(instance) else -1
             for instance in self._cluster.instances

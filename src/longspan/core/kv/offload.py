@@ -60,7 +60,7 @@ class Offload:
         self._read_by_step.clear()
 
     def moved(self, copy: Copy) -> list[MoveKV]:
-        """Take a complete copy to a host, or of host-resident blocks. Return the moves to disks that follow."""
+        """Take a complete copy to a host, or of resident blocks back. Return the moves to disks that follow."""
         is_out = copy.move.way == "out"
         saves = self._store(copy) if is_out else []
         if (owner := copy.owner) is None:

@@ -183,7 +183,7 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         """Unpublish the content of a block in use, which may be damaged."""
-        assert block in self._references, "unused blocks are evicted"
+        assert block in self._references, "the block is in use"
         self._forget(block)
         self.changes += 1
 
@@ -216,7 +216,7 @@ class BlockPool:
     def is_adoptable(self, block: int, length: int, *, num_lost: int) -> bool:
         """Return whether a block can be overwritten after `length` tokens.
 
-        The block is unused and not full, and loses at upper `num_lost` tokens.
+        The block is unused and not full, and loses at most `num_lost` tokens.
         """
         num_known = len(self._content[block].tokens)
         return block not in self._references and num_known < self.block_size and num_known - length <= num_lost

@@ -53,7 +53,7 @@ class Swaps:
         self.offload.regroup(self.account, cluster)
 
     def forget_copies(self) -> None:
-        """Forget in-flight copies, since the workers are lost. Earlier contents of hosts and disks stay."""
+        """Forget in-flight copies, since the workers are lost. Other contents of hosts and disks stay."""
         lost = self.copies.clear()
         for copy in lost:
             self.account.unpin(copy.pinned)

@@ -33,7 +33,7 @@ class Estimates:
     """Predicted seconds of prefills by group size, and of decode steps of one instance.
 
     Attributes:
-        sizes: of groups, ascending: 1, 2, 4 and so on, and all instances.
+        sizes: of groups, ascending: 1, those of `sp_times`, and all instances.
         token_s: seconds of a decode step with a single request and no context. It is the unit of all times of `auto`:
             a machine with half the speed gets the same decisions at half the rate.
         cuts_steps: whether steps that prefill and decode are bounded.
@@ -111,7 +111,7 @@ def _chunked_s(times: PrefillTime, new_tokens: int, cached_tokens: int, chunk: f
 
 
 def group_times(facts: Facts, exchanges: Collection[Exchange], num_instances: int) -> dict[int, PrefillTime]:
-    """Predict prefills on 1, 2, 4 and so on instances, and on all."""
+    """Predict prefills on 1, all, and the sizes of `sp_times`."""
     times = sp_times(facts, exchanges, "auto", num_instances)
     measured = measured_times(facts, exchanges)
     missing = {1, num_instances} - times.keys()

@@ -89,7 +89,7 @@ class CsaChooser:
         return 1.0 if exact_s is None else exact_s / group.ttft_s(num_tokens, Configuration(1))
 
     def _choices(self, table: TimeTable, num_tokens: int) -> list[Choice]:
-        """Return the options of a group whose loss was measured, with the times of the step cost."""
+        """Return a group's options of known loss, with times scaled to the step cost."""
         group = table.group
         loss, scale = self._tuned.loss_in(group.hosts, group.mode), self._scale(group, num_tokens)
         choices = (choice for choice in table.choices(num_tokens, loss) if math.isfinite(choice.loss))

@@ -128,7 +128,7 @@ class CspsOptions(ContextOptions):
                 raise ParameterError(name, problem, value)
         is_able = self.exchange != "auto" and exchange_of(self.exchange).has_sparse_form
         if not is_able or self.layout not in {"auto", "contiguous"}:
-            given = f"layout {self.layout}" if is_able else self.exchange
+            given = f"layout {self.layout}" if is_able else f"exchange {self.exchange}"
             able = ", ".join(exchange.kind for exchange in with_sparse_form())
             problem = f"is for exchange {able} and layout contiguous, but {given} given: leave one of them out"
             raise ParameterError("csa", problem, _OFF)

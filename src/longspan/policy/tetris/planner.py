@@ -200,7 +200,7 @@ class _Search:
 def _floors(times: Sequence[PrefillTime]) -> list[PrefillTime]:
     """Return lower bounds for the times of chunks on the first size, on the first two sizes, and so on.
 
-    L tokens behind C cached ones have LC pairs with these, and L²/2 pairs with each other, which a cut moves to the LC.
+    L tokens behind C cached ones have LC pairs with these, and L²/2 with each other. Cuts turn the latter into cached.
     """
     of_each = (
         (size.start_s for size in times),

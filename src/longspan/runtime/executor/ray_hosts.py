@@ -118,7 +118,7 @@ class RayHosts:
         for rank, location in enumerate(cluster.locations):
             node = self._nodes[location.host]
             if node not in alive or by_bundle[self._bundles[location.device]] != node:
-                raise WorkerLostError(rank, f"its host {self.name(location)} is not in the Ray cluster any more")
+                raise WorkerLostError(rank, f"Ray lost or moved its place on host {self.name(location)}")
 
     def name(self, location: Location) -> str:
         """Return the name of the host of a rank."""
