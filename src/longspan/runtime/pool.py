@@ -160,9 +160,9 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
 def default_kv_bytes(cluster: Cluster, device: str, weight_bytes: int, available: int | None = None) -> int:
     """Return the default KV memory per rank, in addition to `weight_bytes` of weights on each.
 
-    On CPU the ranks share at most 4 GiB: 40 % of `available` (default: the memory that this process may still use)
-    minus processes and weights, but at least 10 % of it minus processes. On CUDA this is an estimate for
-    planning, since workers measure their memory: 85 % of the free device memory, minus weights and KV in flight.
+    On CPU the ranks share at most 4 GiB. It is 40 % of `available` minus processes and weights, but at least 10 % of
+    it minus processes. `available` is by default the memory that this process may still use. On CUDA this is an
+    estimate for planning, since workers measure theirs: 85 % of the free memory, minus weights and KV in flight.
     """
     if device == "cpu":
         available = limits.memory().available if available is None else available
