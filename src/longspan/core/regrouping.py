@@ -140,7 +140,7 @@ class Regrouping:
     def restart(self, change: Change | None, now_s: float) -> None:
         """Forget the state of the lost workers. The new ones have the places of `change`, or those before the loss.
 
-        Without `change`, a change under way begins again. One that the policy asked for is left to the policy.
+        Without `change`, a change under way begins again. If the policy asked for it, it is left to the policy.
         """
         pending = [change for change in (self._change, self._next) if change is not None and change.policy is not None]
         self._clear()
