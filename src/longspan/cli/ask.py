@@ -25,7 +25,7 @@ from longspan.core.sampling import SamplingParams
 if TYPE_CHECKING:
     from longspan.cli.citations import Citation, Cited
     from longspan.llm import LLM
-    from longspan.outputs import RequestOutput
+    from longspan.outputs import CompletionOutput, RequestOutput
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=512, seed=0)
 
@@ -88,6 +88,10 @@ def ask(
         _show_citations(passages)
         if sys.stderr.isatty():
             Console(stderr=True).print(stats_table(output.metrics, *moved))
+    _check_end(completion)
+
+
+def _check_end(completion: CompletionOutput) -> None:
     if completion.finish_reason == "error":
         raise ValueError(f"the answer ended early: {completion.stop_reason}")
     if completion.finish_reason == "length":
