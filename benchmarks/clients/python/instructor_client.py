@@ -7,7 +7,7 @@ from typing import Any, Literal
 import instructor
 from checks import BASE, KEY, MODEL, QUESTION, run
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 MAX_TOKENS = 800
 """Enough for an answer of `Weather` with the most whitespace that the server allows: 64 characters in ten places."""
@@ -15,6 +15,9 @@ MAX_TOKENS = 800
 
 class Weather(BaseModel):
     """The form of structured answers: clients send its schema and parse the answer by it."""
+
+    # In a schema without this, a model may add properties without end.
+    model_config = ConfigDict(extra="forbid")
 
     city: Literal["Rome", "Oslo"]
     rains: bool
