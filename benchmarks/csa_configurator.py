@@ -32,7 +32,7 @@ from rich.table import Table
 
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import ALLTOALL
-from longspan.core.locations import locations_of_ranks
+from longspan.core.imitated_hosts import locations_of_ranks
 from longspan.core.splits import ParallelSpec
 from longspan.cost.csa_pipeline import Rates
 from longspan.policy.csps.chooser import CsaChooser

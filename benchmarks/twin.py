@@ -36,6 +36,7 @@ import numpy as np
 import offline
 
 from longspan import LLM
+from longspan.args import locations
 from longspan.core.config import EngineConfig
 from longspan.core.policy import Policy
 from longspan.core.request import Request
@@ -136,7 +137,7 @@ def _serve_offline(args: argparse.Namespace) -> Iterator[bool]:
             profile_file(llm.profile_key).unlink(missing_ok=True)
         profile = measure(start, INSTANCES // tp, lengths, args.repeats)
         if tp == 1:
-            measure_links(profile, INSTANCES)
+            measure_links(profile, locations(INSTANCES))
     work = argparse.Namespace(
         **vars(args) | {"num_prompts": 64, "input_len": INPUT_LEN_OFFLINE, "output_len": (16, 64)}
     )
@@ -172,7 +173,7 @@ def _serve_online(args: argparse.Namespace) -> Iterator[bool]:
         if args.stored:
             return Profile.from_json(stored.read_text(encoding="utf-8"))
         stored.unlink(missing_ok=True)
-        return measure_links(measure(start, args.instances, lengths, args.repeats), args.instances)
+        return measure_links(measure(start, args.instances, lengths, args.repeats), locations(args.instances))
 
     before, rows = profiled(), list[dict[str, object]]()
     for run in range(args.runs):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Concatenate, Literal, ParamSpec, Ty
 from longspan import limits
 from longspan.core.arguments import check_choice, check_types
 from longspan.core.cluster import Cluster
-from longspan.core.locations import Location, locations_of_ranks
+from longspan.core.locations import Location
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
 from longspan.errors import ParameterError
@@ -195,8 +195,12 @@ class ResolvedArgs:
 
 def locations(num_ranks: int) -> tuple[Location, ...]:
     """Return the location of every rank: this host, or the hosts that LONGSPAN_HOSTS imitates."""
+    if not (text := os.environ.get(_HOSTS)):
+        return tuple(Location(device=rank) for rank in range(num_ranks))
+    from longspan.core.imitated_hosts import locations_of_ranks  # noqa: PLC0415 - for tests and demonstrations
+
     try:
-        return locations_of_ranks(num_ranks, os.environ.get(_HOSTS) or "1")
+        return locations_of_ranks(num_ranks, text)
     except ValueError as error:
         raise ValueError(f"{_HOSTS}: {error}") from error
 

@@ -269,14 +269,21 @@ def _facts(
 ) -> Facts:
     """Return facts with the profiles of this machine. The key may have another tp."""
     key = msgspec.structs.replace(key, tp=cluster.spec.tp)
-    profile = load_profile(key)
-    shares_prompts = any(phase.num_instances > 1 for phase in (cluster, *phases))
+    hardware, partitions = typical_hardware(key.device, key.threads), None
+    if (profile := load_profile(key)) is not None:
+        from longspan.core.link_classes import slowest_link  # noqa: PLC0415 - only on machines with a profile
+
+        hardware = profile.speeds(shape, slowest_link(cluster.locations))
+    if any(phase.num_instances > 1 for phase in (cluster, *phases)):
+        from longspan.core.link_classes import links_by_size  # noqa: PLC0415 - only for several instances
+
+        partitions = load_partitions(key, block_size).of_sizes(links_by_size(cluster))
     return Facts(
         shape=shape,
-        hardware=typical_hardware(key.device, key.threads) if profile is None else profile.speeds(shape),
+        hardware=hardware,
         profile=profile,
         model=key.model,
-        partitions=load_partitions(key, block_size) if shares_prompts else None,
+        partitions=partitions,
         cluster=cluster,
         phases=phases,
         phase_cost=_phase_cost(key, shape, phases, block_size),

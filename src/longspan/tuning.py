@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from longspan import evals
-from longspan.core.locations import hosts_of
+from longspan.core.link_classes import slowest_link
+from longspan.core.locations import Location, hosts_of
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.core.sparse import DropMode
 from longspan.core.sparse_plan import segments_of
@@ -135,9 +136,10 @@ def group_of(llm: LLM, hosts: tuple[int, ...], block_size: int) -> Group:
         WorkerLostError: the processes that measure links do not start.
     """
     profile = Profile(profile_key=llm.profile_key)
-    for transfer in time_links(len(hosts), llm.profile_key.device):
+    locations = [Location(host=host, device=rank) for rank, host in enumerate(hosts)]
+    for transfer in time_links(locations, llm.profile_key.device):
         profile = profile.with_transfer(transfer)
-    fit = profile.link("alltoall", len(hosts))
+    fit = profile.link("alltoall", len(hosts), slowest_link(locations))
     assert llm.facts.shape is not None and llm.facts.hardware is not None, "an engine knows its model and device"
     speed = LinkSpeed(llm.facts.hardware.bytes_per_s)
     if fit is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,9 @@ from test_profile import SUBJECT, num_prompts
 from tiny_models import make_tiny
 
 import longspan
+from longspan.args import locations
 from longspan.core.cluster import Cluster
+from longspan.core.locations import Location
 from longspan.core.sampling import SamplingParams
 from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import Decode, Profile, Transfer
@@ -140,13 +143,13 @@ def machine(fake_llm: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
 
 
-def time_links(num_ranks: int, device: str) -> list[Transfer]:
+def time_links(locations: Sequence[Location], device: str, _: object) -> list[Transfer]:
     """A gigabyte per second."""
     assert device == "cpu"
-    Machine.link_calls.append(num_ranks)
+    Machine.link_calls.append(len(locations))
     return [
-        Transfer(kind=kind, members=members, num_bytes=size, seconds=(size / 1e9,))
-        for kind, members in kinds_of_links(num_ranks)
+        Transfer(kind=kind, members=members, num_bytes=size, seconds=(size / 1e9,), link_class=link_class)
+        for kind, members, link_class in kinds_of_links(locations)
         for size in (1000, 9000)
     ]
 
@@ -181,7 +184,8 @@ def test_groups_are_measured_with_every_exchange_and_a_single_instance_next_to_i
         assert (fit["start_s"], fit["request_s"], fit["context_s"]) == pytest.approx((5e-3, 1e-3, 1e-5), rel=0.02)
         assert fit["wait_s"] == (None if fit["members"] == 1 else pytest.approx(0.02 - 1e-3, rel=1e-3))
     assert {len(decode["seconds"]) for decode in shown["decodes"]} == {2}
-    assert {(link["kind"], link["members"]) for link in shown["links"]} == kinds_of_links(3)
+    measured = {(link["kind"], link["members"], link["link_class"]) for link in shown["links"]}
+    assert measured == kinds_of_links(locations(3))
     assert all(link["bytes_per_s"] == pytest.approx(1e9) for link in shown["links"])
     assert (Machine.link_calls, shown["partitions"]) == ([3], [])
 

@@ -38,7 +38,7 @@ class Clock:
         patch.setenv("LONGSPAN_HOSTS", "2")
         patch.setattr(tuning, "LENGTHS", LENGTHS)
         transfers = [
-            Transfer(kind="alltoall", members=4, num_bytes=size, seconds=(3e-4 + size / 1e9,))
+            Transfer(kind="alltoall", members=4, num_bytes=size, seconds=(3e-4 + size / 1e9,), link_class="other_host")
             for size in (2**12, 2**20)
         ]
         patch.setattr(tuning, "time_links", lambda *_: transfers)

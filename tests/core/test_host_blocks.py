@@ -15,8 +15,8 @@ from workloads import RANDOM_RUNS, add, assert_lawful, jobs, play, setups_of
 
 from longspan.core.config import capacity_tokens
 from longspan.core.exchange import RING_Q
+from longspan.core.imitated_hosts import locations_of_ranks
 from longspan.core.kv.copies import Copy
-from longspan.core.locations import locations_of_ranks
 from longspan.core.regrouping import Change
 from longspan.core.request import ContextLengthError, Request
 from longspan.core.splits import ParallelSpec

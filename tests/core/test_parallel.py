@@ -14,7 +14,8 @@ from refusals import refused
 
 from longspan import LLM, args, limits
 from longspan.args import EngineArgs
-from longspan.core.locations import Location, hosts_of, locations_of_ranks
+from longspan.core.imitated_hosts import locations_of_ranks
+from longspan.core.locations import Location, hosts_of
 from longspan.core.splits import ParallelSpec
 
 

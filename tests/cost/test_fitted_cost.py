@@ -259,6 +259,7 @@ def test_invalid_decode_measurements_are_refused(wrong: dict[str, Any]) -> None:
 def test_a_cost_becomes_the_profile_that_it_would_have_shown() -> None:
     cost = LinearCost(base_s=0.5, per_token_s=0.001)
     shared: dict[str, Any] = {"prompts": [(1200, 0), (2400, 600)], "exchanges": [RING_KV, CHAIN]}
+    shared["classes"] = {size: "other_host" if size > 2 else "same_host" for size in range(1, 7)}
     found = predicted_profile(cost, SUBJECT, num_instances=6, **shared)
     assert sorted({prefill.members for prefill in found.prefills}) == [1, 2, 4, 6]
     more = predicted_profile(cost, SUBJECT, num_instances=6, **shared, sizes=[0, 3, 4, 5, 7])
@@ -266,3 +267,4 @@ def test_a_cost_becomes_the_profile_that_it_would_have_shown() -> None:
     for prefill in found.prefills:
         assert prefill.median_s == pytest.approx(0.5 + 0.001 * prefill.new_tokens / prefill.members, rel=0.01)
     assert {prefill.exchange for prefill in found.prefills if prefill.members > 1} == {"ring_kv", "chain"}
+    assert all(prefill.link_class == shared["classes"][prefill.members] for prefill in found.prefills)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.core.exchange import LOCAL, RING_KV, RING_Q, Exchange
+from longspan.core.locations import Location
 from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import (
     Decode,
@@ -205,7 +206,7 @@ def test_links_are_of_a_kind_and_a_number_of_ranks() -> None:
         profile = profile.with_transfer(transfer("alltoall", size, 5.0))
         profile = profile.with_transfer(transfer("alltoall", size, 9.0, 1e-3 + size * 1e-6, 0.0001))
         profile = profile.with_transfer(transfer("alltoall", size, size * 1e-3, members=3))
-    assert profile.links == [("alltoall", 2), ("alltoall", 3)]
+    assert profile.links == [("alltoall", 2, "same_host"), ("alltoall", 3, "same_host")]
     two, three = profile.link("alltoall", 2), profile.link("alltoall", 3)
     assert two is not None and two.bytes_per_s == pytest.approx(1e6)
     assert three is not None and three.bytes_per_s == pytest.approx(1e3)
@@ -220,8 +221,9 @@ def test_an_invalid_transfer_is_refused(wrong: tuple[float, ...]) -> None:
 
 
 def test_every_number_of_ranks_has_links_of_its_own() -> None:
-    assert kinds_of_links(1) == {("host_copy", 1)}
-    assert kinds_of_links(3) - kinds_of_links(2) == {("alltoall", 3), ("all_gather", 3)}
+    one, two, three = (kinds_of_links([Location(device=rank) for rank in range(number)]) for number in (1, 2, 3))
+    assert one == {("host_copy", 1, "same_host")}
+    assert three - two == {("alltoall", 3, "same_host"), ("all_gather", 3, "same_host")}
 
 
 def test_hardware_as_it_showed() -> None:

@@ -83,13 +83,13 @@ def test_more_members_for_longer_prompts() -> None:
 
 def test_the_quickest_exchange_is_taken() -> None:
     chooser = Chooser(2, Facts(profile=machine(2, link_s=1e-5)), ZIGZAG)
-    assert chooser.exchange(4096, 0, 2) == RING_KV
+    assert chooser.exchange(4096, 0, (0, 1)) == RING_KV
     only = Chooser(2, Facts(profile=machine(2, link_s=1e-5)), SharingOptions(exchange=GATHER_KV.kind))
-    assert only.exchange(4096, 0, 2) == GATHER_KV
+    assert only.exchange(4096, 0, (0, 1)) == GATHER_KV
     chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=(CHAIN,))), ZIGZAG)
-    assert chains.exchange(4096, 0, 2) == RING_KV, "a chain needs a layout of its own"
+    assert chains.exchange(4096, 0, (0, 1)) == RING_KV, "a chain needs a layout of its own"
     chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=(CHAIN,))), SharingOptions())
-    assert chains.exchange(4096, 0, 2) == CHAIN
+    assert chains.exchange(4096, 0, (0, 1)) == CHAIN
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_the_quickest_exchange_is_taken() -> None:
 def test_unmeasured_settings_are_unknown(profile: Profile | None) -> None:
     chooser = Chooser(2, Facts(profile=profile), ZIGZAG)
     assert chooser.members(100_000) is None
-    assert chooser.exchange(1, 100_000, 2) == RING_KV
+    assert chooser.exchange(1, 100_000, (0, 1)) == RING_KV
 
 
 def test_steps_of_one_token_have_none_left_for_prompts() -> None:
@@ -121,7 +121,7 @@ def test_without_measurements_algorithm_5_chooses(new: int, cached: int, members
     for shape in (SHAPE, replace(SHAPE, num_kv_heads=8)):
         chooser = Chooser(members, Facts(shape=shape, hardware=HARDWARE), ZIGZAG)
         expected = ring_kv_or_ring_q(shape, HARDWARE, new, cached, members)
-        assert chooser.exchange(new, cached, members) == expected
+        assert chooser.exchange(new, cached, tuple(range(members))) == expected
 
 
 @given(st.integers(1, 100_000), st.integers(2, 8))
@@ -129,7 +129,7 @@ def test_a_whole_prompt_sends_keys_and_values_however_many_heads_they_have(lengt
     """Queries and partial outputs are as many bytes then, and fewer of them are hidden."""
     for num_kv_heads in (1, 8):
         chooser = Chooser(members, Facts(shape=replace(SHAPE, num_kv_heads=num_kv_heads), hardware=HARDWARE), ZIGZAG)
-        assert chooser.exchange(length, 0, members) == RING_KV
+        assert chooser.exchange(length, 0, tuple(range(members))) == RING_KV
 
 
 # ---------------------------------------------------------------- unsharded weights on split instances

@@ -14,7 +14,7 @@ from invented_tuned import RATES, TINY_SHAPE, invented_tuned
 
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL
-from longspan.core.locations import locations_of_ranks
+from longspan.core.imitated_hosts import locations_of_ranks
 from longspan.core.policy import Policy
 from longspan.core.splits import ParallelSpec
 from longspan.cost.profile import Prefill, Profile, Transfer
@@ -129,7 +129,10 @@ def test_speeds_are_the_profile_s_if_there_is_one() -> None:
         for cached in (0, 1024)
     )
     transfers = tuple(
-        Transfer(kind="point_to_point", members=2, num_bytes=size, seconds=(1e-4 + size / 1e9,))
+        Transfer(
+            kind="point_to_point", members=2, num_bytes=size, seconds=(1e-4 + size / speed,), link_class=link_class
+        )
+        for link_class, speed in (("same_host", 4e9), ("other_host", 1e9))
         for size in (2**10, 2**20, 2**24)
     )
     profile = Profile(profile_key=key, prefills=prefills, transfers=transfers)
@@ -137,6 +140,7 @@ def test_speeds_are_the_profile_s_if_there_is_one() -> None:
     assert found.pairs_per_s == pytest.approx(TINY_SHAPE.num_heads * TINY_SHAPE.num_layers / pair_s, rel=1e-3)
     assert found.rest_s == pytest.approx(token_s / 4, rel=1e-3)
     assert found.between.bytes_per_s == pytest.approx(1e9, rel=1e-3)
+    assert found.inside.bytes_per_s == pytest.approx(4e9, rel=1e-3)
     assert found.between.message_s == pytest.approx(1e-4, rel=1e-3)
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from forked import run_ranks
 
+from longspan.args import locations
+from longspan.core.link_classes import LinkClass
 from longspan.cost.profile import Transfer, TransferKind
 from longspan.errors import WorkerLostError
 from longspan.profiling.links import main, time_links
@@ -17,7 +19,7 @@ from longspan.profiling.plan import kinds_of_links
 
 
 def time_as(store: str, num_ranks: int, rank: int) -> None:
-    found = main(rank, num_ranks, store, "cpu")
+    found = main(rank, ",".join(["0-0"] * num_ranks), store, "cpu")
     print(msgspec.json.encode(found).decode())
 
 
@@ -28,7 +30,7 @@ def forked(num_ranks: int, folder: Path) -> list[Transfer]:
 
 
 def started(num_ranks: int, _: Path) -> list[Transfer]:
-    return time_links(num_ranks, "cpu")
+    return time_links(locations(num_ranks), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -39,10 +41,12 @@ def test_transfers_of_every_kind_are_timed(
     num_ranks: int, timed: Callable[[int, Path], list[Transfer]], tmp_path: Path
 ) -> None:
     """At sizes far apart, and as often at each: enough for a rate, whatever the clock says meanwhile."""
-    calls: dict[tuple[TransferKind, int], dict[int, int]] = {}
+    calls: dict[tuple[TransferKind, int, LinkClass], dict[int, int]] = {}
     for transfer in timed(num_ranks, tmp_path):
-        calls.setdefault((transfer.kind, transfer.members), {})[transfer.num_bytes] = len(transfer.seconds)
-    assert set(calls) == kinds_of_links(num_ranks)
+        calls.setdefault((transfer.kind, transfer.members, transfer.link_class), {})[transfer.num_bytes] = len(
+            transfer.seconds
+        )
+    assert set(calls) == kinds_of_links(locations(num_ranks))
     for by_size in calls.values():
         assert max(by_size) == 2**24 >= 1000 * min(by_size) and len(by_size) >= 3
         assert len(set(by_size.values())) == 1 and min(by_size.values()) >= 5
@@ -59,7 +63,7 @@ def hostile_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full
 @pytest.mark.usefixtures("hostile_folder")
 def test_ranks_run_no_code_of_the_current_folder() -> None:
-    assert time_links(1, "cpu")
+    assert time_links(locations(1), "cpu")
 
 
 @pytest.mark.usefixtures("hostile_folder")
@@ -67,4 +71,4 @@ def test_ranks_run_no_code_of_the_current_folder() -> None:
 def test_a_failed_rank_reports_its_own_error() -> None:
     """Its own error, so it has run no code of the current folder before."""
     with pytest.raises(WorkerLostError, match=r"rank 0 was lost: \w*Error: "):
-        time_links(1, "cuda")
+        time_links(locations(1), "cuda")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from checked_executor import CheckedExecutor, Slots
 from cluster_setup import VOCAB, Setup, UnevenCost, invented_token, rank_requests
+from profiles_on_hosts import measured_on
 
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
@@ -28,14 +29,16 @@ __all__ = ["VOCAB", "Cluster", "Setup", "Slots", "invented_token", "rank_request
 class Cluster:
     """An engine whose every step is checked. Tokens are invented by the `SimExecutor`.
 
-    Disks are those of a cluster `before`.
+    Disks are those of a cluster `before`. The profile of the facts counts as measured on the nearest groups of this
+    cluster.
     """
 
     def __init__(self, setup: Setup, *, before: Cluster | None = None) -> None:
         self.setup = setup
         self.clock = VirtualClock()
         phases = setup.clusters
-        facts = replace(setup.facts, cluster=setup.cluster, phases=phases)
+        profile = None if setup.facts.profile is None else measured_on(setup.facts.profile, setup.cluster)
+        facts = replace(setup.facts, cluster=setup.cluster, phases=phases, profile=profile)
         self.policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options, facts=facts)
         capacity = capacity_tokens(self.policy, phases or [setup.cluster], setup.block_size)
         self.executor = CheckedExecutor(SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(setup)), setup)

@@ -36,8 +36,9 @@ from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.attn.transports import TorchTransport, meet
 from longspan.core.exchange import GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange, exchanges
+from longspan.core.imitated_hosts import locations_of_ranks
 from longspan.core.layouts import shard_span
-from longspan.core.locations import hosts_of, locations_of_ranks
+from longspan.core.locations import hosts_of
 from longspan.core.runs import Run, SpanShards, coalesce, positions
 from longspan.core.steps import Link
 

@@ -25,6 +25,7 @@ from longspan.errors import ParameterError
 from longspan.evals import Recording, Subject
 from longspan.file_errors import unread
 from longspan.limits import read_bytes
+from longspan.policy.group_times import times_over
 from longspan.progress import MinuteLines, duration
 
 if TYPE_CHECKING:
@@ -207,8 +208,7 @@ def _outputs(llm: LLM, groups: Sequence[Sequence[list[int]]], params: SamplingPa
 
 def _expected(llm: LLM, lengths: Sequence[int]) -> str:
     """Return the expected time of prompts on single instances, in words, if the machine was profiled."""
-    profile = llm.facts.profile
-    times = None if profile is None else profile.times().get((1, LOCAL))
+    times = times_over(llm.facts, "same_host").get((1, LOCAL))
     if times is None:
         return ""
     expected_s = sum(times.seconds(length) for length in lengths) / llm.engine.config.cluster.num_instances

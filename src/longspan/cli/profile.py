@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -13,20 +15,23 @@ from rich.table import Table
 from longspan.args import EngineArgs
 from longspan.cli.options import ModelArgument, start, verb
 from longspan.cli.outputs import note, note_progress, number_table
+from longspan.core.link_classes import SAME_HOST, links_by_size
 from longspan.core.options import Option, length_list
 from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Sequence
 
     from longspan.core.exchange import Exchange
+    from longspan.core.link_classes import LinkClass
+    from longspan.core.locations import Location
     from longspan.core.splits import ParallelSpec
     from longspan.cost.partition_table import PartitionTable
     from longspan.cost.profile import Fit, Profile
     from longspan.llm import LLM
 
 _REPEATS = 3
+_HOSTS = "LONGSPAN_HOSTS"
 
 
 @verb
@@ -75,16 +80,18 @@ def profile(
         raise ParameterError("max_num_batched_tokens", problem, engine.max_num_batched_tokens)
     chosen = None if lengths is None else list(lengths)
     alike = replace(engine, instances=None, tp=None, pp=None, threads_per_rank=resolved.threads)
-    start_instances = partial(_start, model, alike, spec)
+    locations = resolved.cluster.locations
+    start_instances = partial(_start, model, alike, spec, locations)
     repeats = 1 if quick else repeats
     says = {"say": note, "say_progress": note_progress}
     measured = run.measure(start_instances, spec.instances, chosen, repeats, quick=quick, **says)
-    measured = run.measure_links(measured, spec.instances)
+    measured = run.measure_links(measured, locations[:: given.tp])
     if partitions:
         # Steps must hold whole prompts, because `set_policy`, which sets the tried partitions, keeps their size.
         chains = replace(alike, policy="runahead", policy_options={"partition": "even"})
-        start_chains = partial(_start, model, chains, spec)
-        table = run.search_partitions(start_chains, measured, spec.instances, chosen, repeats)
+        start_chains = partial(_start, model, chains, spec, locations)
+        classes = links_by_size(replace(resolved.cluster, spec=spec))
+        table = run.search_partitions(start_chains, measured, classes, chosen, repeats)
     else:
         table = store.load_partitions(measured.profile_key, engine.block_size)
     _print(measured, table, as_json=as_json)
@@ -114,49 +121,78 @@ def _check(engine: EngineArgs) -> None:
         raise ValueError("profile measures prompts with cached prefixes: leave out --no-enable-prefix-caching")
 
 
-def _start(model: str, engine: EngineArgs, spec: ParallelSpec, instances: int) -> AbstractContextManager[LLM]:
-    """Start a number of instances without a tokenizer, with the threads per rank of a run with all instances."""
+@contextmanager
+def _start(
+    model: str, engine: EngineArgs, spec: ParallelSpec, locations: Sequence[Location], instances: int
+) -> Iterator[LLM]:
+    """Start a number of instances without a tokenizer, with the threads per rank of a run with all instances.
+
+    They are at the first locations of that run.
+    """
     alike = replace(engine, parallel=str(replace(spec, instances=instances)), skip_tokenizer_init=True)
-    return start(model, alike, seed=0)
+    with _imitated(locations[: instances * spec.tp]), start(model, alike, seed=0) as llm:
+        yield llm
+
+
+@contextmanager
+def _imitated(locations: Sequence[Location]) -> Iterator[None]:
+    """Imitate the hosts of these locations while a block runs, if LONGSPAN_HOSTS imitates hosts."""
+    if not (before := os.environ.get(_HOSTS)):
+        yield
+        return
+    os.environ[_HOSTS] = ",".join(f"{location.rack}-{location.host}" for location in locations)
+    try:
+        yield
+    finally:
+        os.environ[_HOSTS] = before
 
 
 def _as_fields(profile: Profile, table: PartitionTable) -> dict[str, object]:
     import msgspec  # noqa: PLC0415 - not needed by other verbs
 
     links = [
-        {"kind": kind, "members": members, **asdict(fit)}
-        for kind, members in profile.links
-        if (fit := profile.link(kind, members)) is not None
+        {"kind": kind, "members": members, "link_class": link_class, **asdict(fit)}
+        for kind, members, link_class in profile.links
+        if (fit := profile.link(kind, members, link_class)) is not None
     ]
-    waits_s = profile.waits_s()
-    decode_fits = [_fit_fields(*key, fit) | {"wait_s": waits_s.get(key)} for key, fit in profile.decode_fits().items()]
+    fits, decode_fits = list[dict[str, object]](), list[dict[str, object]]()
+    for link_class in profile.link_classes:
+        times = profile.over(link_class) if link_class == SAME_HOST else profile.of_groups(link_class)
+        waits_s = times.waits_s()
+        fits += [_fit_fields(*key, link_class, fit) for key, fit in times.fits().items()]
+        decode_fits += [
+            _fit_fields(*key, link_class, fit) | {"wait_s": waits_s.get(key)}
+            for key, fit in times.decode_fits().items()
+        ]
     return {
         **msgspec.to_builtins(profile),
-        "fits": [_fit_fields(*key, fit) for key, fit in profile.fits().items()],
+        "fits": fits,
         "decode_fits": decode_fits,
         "links": links,
         **msgspec.to_builtins(table),
     }
 
 
-def _fit_fields(members: int, exchange: Exchange, fit: Fit) -> dict[str, object]:
-    return {"members": members, "exchange": str(exchange), **asdict(fit)}
+def _fit_fields(members: int, exchange: Exchange, link_class: LinkClass, fit: Fit) -> dict[str, object]:
+    return {"members": members, "exchange": str(exchange), "link_class": link_class, **asdict(fit)}
 
 
 def _tables(profile: Profile, table: PartitionTable) -> Iterator[Table]:
-    yield _seconds(profile)
-    yield _fits(profile)
-    yield _decodes(profile)
+    for link_class in profile.link_classes:
+        times, where = profile.over(link_class), "" if link_class == SAME_HOST else f"{link_class}: "
+        yield _seconds(times, where)
+        yield _fits(times, where)
+        yield _decodes(times, where)
     yield _links(profile)
     if table.partitions:
         yield _partitions(table)
 
 
-def _seconds(profile: Profile) -> Table:
+def _seconds(profile: Profile, where: str) -> Table:
     key, kinds = profile.profile_key, sorted({(prefill.members, prefill.exchange) for prefill in profile.prefills})
     about = f"{key.model}, {key.dtype}, {key.threads} threads per rank, {key.machine}"
     table = number_table(
-        f"Median seconds to the first token: {about}",
+        f"{where}Median seconds to the first token: {about}",
         "new",
         "cached",
         *(_name(members, exchange) for members, exchange in kinds),
@@ -168,8 +204,8 @@ def _seconds(profile: Profile) -> Table:
     return table
 
 
-def _fits(profile: Profile) -> Table:
-    title = "Fits: a + b L + c P L + d L² for L new tokens after P cached tokens"
+def _fits(profile: Profile, where: str) -> Table:
+    title = f"{where}Fits: a + b L + c P L + d L² for L new tokens after P cached tokens"
     table = number_table(title, "", "a, ms", "b, µs", "c, ns", "d, ns", "mean error", "largest")
     for (members, exchange), fit in profile.fits().items():
         terms = (fit.start_s * 1e3, fit.token_s * 1e6, fit.cached_s * 1e9, fit.square_s * 1e9)
@@ -178,8 +214,9 @@ def _fits(profile: Profile) -> Table:
     return table
 
 
-def _decodes(profile: Profile) -> Table:
-    title = "Seconds between tokens: a + b B + c B C for B requests after C tokens, + w for several computing members"
+def _decodes(profile: Profile, where: str) -> Table:
+    fit = "a + b B + c B C for B requests after C tokens, + w for several computing members"
+    title = f"{where}Seconds between tokens: {fit}"
     table = number_table(title, "", "a, ms", "b, ms", "c, µs", "mean error", "largest", "w, ms")
     waits_s = profile.waits_s()
     for (members, exchange), fit in profile.decode_fits().items():
@@ -192,10 +229,11 @@ def _decodes(profile: Profile) -> Table:
 
 def _links(profile: Profile) -> Table:
     table = number_table("Links, per rank", "", "ranks", "µs per call", "GB/s", "largest error")
-    for kind, members in profile.links:
-        if (fit := profile.link(kind, members)) is not None:
+    for kind, members, link_class in profile.links:
+        if (fit := profile.link(kind, members, link_class)) is not None:
+            name = kind if link_class == SAME_HOST else f"{kind}, {link_class}"
             speeds = (f"{fit.start_s * 1e6:.1f}", f"{fit.bytes_per_s / 1e9:.2f}")
-            table.add_row(kind, str(members), *speeds, f"{fit.max_error:.0%}")
+            table.add_row(name, str(members), *speeds, f"{fit.max_error:.0%}")
     return table
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 import msgspec
 
 from longspan.core.exchange import ALLTOALL, LOCAL, Exchange
+from longspan.core.link_classes import SAME_HOST, LinkClass
 from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import drops_in
 from longspan.cost.architecture import ModelShape
@@ -79,16 +80,23 @@ def time_share(exchange: Exchange, num_tokens: int, members: Members) -> float:
     return sparse_s / exact_s if exact_s else 1.0
 
 
-def rates_of_profile(profile: Profile, shape: ModelShape, members: int) -> Rates | None:
+def rates_of_profile(profile: Profile, shape: ModelShape, members: int, between: LinkClass = SAME_HOST) -> Rates | None:
     """Return the speeds of a member by a profile, which times prompts on one instance.
 
     Seconds proportional to the length are split evenly over the members. Seconds proportional to its square are
-    attention. Links inside hosts and between them have one speed. Return None if no attention time was measured.
+    attention. A link that was not measured has the typical speed. Return None if no attention time was measured.
+
+    Args:
+        between: the class of links between the hosts of the members. With one host it is `same_host`.
     """
-    alone = profile.fits().get((1, LOCAL))
+    alone = profile.over(between).fits().get((1, LOCAL))
     if alone is None or not alone.pair_s:
         return None
-    link = profile.link("point_to_point", 2)
-    speed = LinkSpeed(profile.speeds(shape).bytes_per_s, 0.0 if link is None else max(0.0, link.start_s))
+    inside, outside = (_link_speed(profile, shape, link_class) for link_class in (SAME_HOST, between))
     pairs_per_s = shape.num_heads * shape.num_layers / alone.pair_s
-    return Rates(inside=speed, between=speed, pairs_per_s=pairs_per_s, rest_s=alone.token_s / members)
+    return Rates(inside=inside, between=outside, pairs_per_s=pairs_per_s, rest_s=alone.token_s / members)
+
+
+def _link_speed(profile: Profile, shape: ModelShape, link_class: LinkClass) -> LinkSpeed:
+    link = profile.link("point_to_point", 2, link_class)
+    return LinkSpeed(profile.speeds(shape, link_class).bytes_per_s, 0.0 if link is None else max(0.0, link.start_s))

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from longspan.core.blocks import coupled_instances
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, Exchange
 from longspan.core.layouts import shard_span
+from longspan.core.link_classes import LINK_CLASSES, SAME_HOST, LinkClass, link_of_group, slowest_link
 from longspan.core.runs import SpanShards
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape
 from longspan.cost.flows import Flow, block_pairs, host_flows
-from longspan.cost.profile import LinkFit, Prefill, Profile, Times, TransferKind
+from longspan.cost.profile import DecodeFit, Kind, LinkFit, Prefill, Profile, Times, TransferKind
 from longspan.cost.step_cost import ReshardCost, computed_tokens, sparse_share, wait_for_balances
 from longspan.errors import ParameterError
+
+
+class _Fits(NamedTuple):
+    """Fits of the times of single instances, and of groups over one class of link."""
+
+    times: dict[Kind, Times]
+    decodes: dict[Kind, DecodeFit]
+    waits_s: dict[Kind, float]
 
 
 class FittedCost:
     """A cost for simulations, in which instances take the time that a profile measured for a group of the same size.
 
+    - Times of groups and links count for the class of link that they were measured over: on one host, on several hosts,
+      or in several racks.
     - Blocks are not split, so the busiest member has the most tokens. Predicted and measured prompts count with the
       busiest member's tokens on every member, except for chains that are cut unevenly on purpose.
     - A step is one row of tokens and has one start time, of the largest prefill, or else of decodes.
@@ -54,16 +66,18 @@ class FittedCost:
     ) -> None:
         self._profile, self._shape, self._others = profile, shape, others
         self._cluster, self._tp = cluster, profile.profile_key.tp
-        self._link = _link((profile, *others), "point_to_point", 2)
-        self._host_link = _link((profile, *others), "host_copy", 1) or self._link
+        self._links = {
+            link_class: _link((profile, *others), "point_to_point", 2, link_class) for link_class in LINK_CLASSES
+        }
+        self._host_link = _link((profile, *others), "host_copy", 1, SAME_HOST) or self._links[SAME_HOST]
         self._hidden_bytes = shape.hidden_size * shape.bytes_per_element
         self.num_layers, self._block_bytes = shape.num_layers, shape.block_bytes(block_size)
         self._block_size = block_size
-        self._times = profile.times(self._measured_as)
-        self._decodes = profile.decode_fits()
-        self._waits_s = profile.waits_s()
-        self._known: dict[tuple[int, Exchange, int, int], float] = {}
-        if (1, LOCAL) not in self._times or (1, LOCAL) not in self._decodes:
+        self._fits = {link_class: self._fits_over(link_class) for link_class in profile.link_classes}
+        self._classes: dict[tuple[int, ...], LinkClass] = {}
+        self._known: dict[tuple[LinkClass, int, Exchange, int, int], float] = {}
+        self._alone = self._fits[SAME_HOST]
+        if (1, LOCAL) not in self._alone.times or (1, LOCAL) not in self._alone.decodes:
             problem = (
                 "lacks prefills or decodes of one instance alone: use longspan profile with the same model and options "
                 "again, which adds them"
@@ -77,14 +91,15 @@ class FittedCost:
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         if move.way != "across":
             assert self._cluster is not None, "host pools belong to a cluster"
-            link = self._host_link or self._known_link()
+            link = self._host_link or self._known_link(SAME_HOST)
             return host_flows(move, self._cluster, lambda _: self._block_bytes, link.start_s, link.bytes_per_s)
-        link = self._known_link()
-        latency_s, byte_s = link.start_s, 1 / (link.bytes_per_s * self._tp)
-        return tuple(
-            Flow(*pair, number * self._block_bytes, latency_s, ((("out", pair[0]), byte_s), (("in", pair[1]), byte_s)))
-            for pair, number in block_pairs(move)
-        )
+        flows = []
+        for pair, number in block_pairs(move):
+            link = self._known_link(self._class_of(pair))
+            byte_s = 1 / (link.bytes_per_s * self._tp)
+            used = (("out", pair[0]), byte_s), (("in", pair[1]), byte_s)
+            flows.append(Flow(*pair, number * self._block_bytes, link.start_s, used))
+        return tuple(flows)
 
     def resharded(self, cluster: Cluster) -> FittedCost:
         """Return the cost by the profile of instances with this cluster's split.
@@ -105,11 +120,27 @@ class FittedCost:
         """Return no cost, since shards on a CPU are views of the same weights."""
         return ReshardCost(0.0, 0.0)
 
-    def _known_link(self) -> LinkFit:
-        if self._link is None:
-            problem = "lacks times of messages between two ranks, for KV and hidden states: measure 2 instances or more"
+    def _known_link(self, link_class: LinkClass) -> LinkFit:
+        if (link := self._links[link_class]) is None:
+            problem = (
+                f"lacks times of messages between two ranks{_words(link_class)}, for KV and hidden states: measure 2 "
+                f"instances or more{_remedy(link_class)}"
+            )
             raise ParameterError("profile", problem)
-        return self._link
+        return link
+
+    def _class_of(self, group: tuple[int, ...]) -> LinkClass:
+        if group not in self._classes:
+            self._classes[group] = SAME_HOST if self._cluster is None else link_of_group(self._cluster, group)
+        return self._classes[group]
+
+    def _fits_over(self, link_class: LinkClass) -> _Fits:
+        profile = self._profile.over(link_class)
+        return _Fits(profile.times(self._measured_as), profile.decode_fits(), profile.waits_s())
+
+    def _fits_of(self, part: Part) -> _Fits:
+        """Return the fits of the times over the class of link that the group of a part has."""
+        return self._fits.get(self._class_of(part.group), _Fits({}, {}, {}))
 
     def exposed_s(self, forward: Forward) -> None:
         """Return None, since steps were measured as a whole."""
@@ -127,10 +158,21 @@ class FittedCost:
             weight = sampled[instance] * cluster.head_layers  # of the head, relative to a layer with weight 1 per token
             head_s = seconds * weight / (tokens[instance] * cluster.num_layers + weight) if weight else 0.0
             layer_s, stages = (seconds - head_s) / cluster.num_layers, range(cluster.pp(instance))
-            hop_s = self._known_link().seconds(tokens[instance] * self._hidden_bytes) if tokens[instance] else 0.0
-            times = [len(cluster.layers(instance, stage)) * layer_s + (hop_s if stage else 0.0) for stage in stages]
+            hidden_bytes = tokens[instance] * self._hidden_bytes
+            times = [
+                len(cluster.layers(instance, stage)) * layer_s + self._hop_s(cluster, instance, stage, hidden_bytes)
+                for stage in stages
+            ]
             by_stage[instance] = (*times[:-1], times[-1] + head_s)
         return by_stage
+
+    def _hop_s(self, cluster: Cluster, instance: int, stage: int, num_bytes: float) -> float:
+        """Return the seconds of hidden states from the stage before."""
+        if not stage or not num_bytes:
+            return 0.0
+        ranks = (*cluster.stage_ranks(instance, stage - 1), *cluster.stage_ranks(instance, stage))
+        link_class = slowest_link([cluster.locations[rank] for rank in ranks]) if cluster.locations else SAME_HOST
+        return self._known_link(link_class).seconds(num_bytes)
 
     def _unsplit_s(self, forward: Forward) -> dict[int, float]:
         """Return the seconds of instances without stages."""
@@ -143,18 +185,19 @@ class FittedCost:
                 for instance in part.group:
                     starts[instance] = max(starts[instance], fixed_s)
                     rest[instance] += max(0.0, whole_s - fixed_s)
-        decoding: dict[tuple[tuple[int, ...], Exchange], None] = {}  # in order, so that sums are reproducible
+        decoding: dict[tuple[tuple[int, ...], Exchange], float] = {}  # in order, so that sums are reproducible
         for part in forward.parts:
             if self._decodes_in(part):
                 is_first = (part.group, part.exchange) not in decoding
-                decoding[part.group, part.exchange] = None
+                waits_s = self._fits_of(part).waits_s
+                decoding[part.group, part.exchange] = waits_s.get((len(part.group), part.exchange), 0.0)
                 self._add_decode(part, starts, rest, prefilling, is_first=is_first)
         self._add_hosts(forward, rest)
         computing = {i for part in forward.parts for i, runs in zip(part.group, part.runs, strict=True) if runs}
-        for group, exchange in decoding:
+        for (group, _), wait_s in decoding.items():
             if len(computing.intersection(group)) > 1 and prefilling.isdisjoint(group):
                 for instance in group:
-                    rest[instance] += self._waits_s.get((len(group), exchange), 0.0)
+                    rest[instance] += wait_s
         unsplit_s = {instance: starts[instance] + seconds for instance, seconds in rest.items()}
         for coupled in coupled_instances({part.group for part in forward.parts if len(part.group) > 1}):
             unsplit_s.update(dict.fromkeys(coupled, max(unsplit_s[instance] for instance in coupled)))
@@ -164,13 +207,13 @@ class FittedCost:
     def _add_decode(
         self, part: Part, starts: dict[int, float], rest: dict[int, float], prefilling: set[int], *, is_first: bool
     ) -> None:
-        fit = self._decodes[len(part.group), part.exchange]
-        start_s = min(fit.start_s, self._decodes[1, LOCAL].start_s)
+        fit = self._fits_of(part).decodes[len(part.group), part.exchange]
+        start_s = min(fit.start_s, self._alone.decodes[1, LOCAL].start_s)
         messages_s = fit.start_s - start_s if is_first else 0.0
         context_s = messages_s + fit.context_s * part.start
         for instance in part.group:
             if instance in prefilling:
-                rest[instance] += self._times[1, LOCAL].fit.token_s + context_s
+                rest[instance] += self._alone.times[1, LOCAL].fit.token_s + context_s
             else:
                 starts[instance] = max(starts[instance], start_s)
                 rest[instance] += fit.request_s + context_s
@@ -179,7 +222,7 @@ class FittedCost:
         """Add the copies of KV from hosts to devices. On a CPU the pools share the memory."""
         for part in forward.parts if self.device != "cpu" else ():
             if part.hosted:
-                link = self._host_link or self._known_link()
+                link = self._host_link or self._known_link(SAME_HOST)
                 seconds = max(part.hosted) * self._block_bytes / (link.bytes_per_s * self._tp)
                 if not self._decodes_in(part):
                     seconds -= self._prefill_s(part) - self._of_prefill(part).seconds(part.stop - part.start)
@@ -188,13 +231,13 @@ class FittedCost:
 
     def _decodes_in(self, part: Part) -> bool:
         """Return whether a part counts as a decode: a single token, by an exchange with measured decodes."""
-        return part.stop - part.start == 1 and (len(part.group), part.exchange) in self._decodes
+        return part.stop - part.start == 1 and (len(part.group), part.exchange) in self._fits_of(part).decodes
 
     def _prefill_s(self, part: Part) -> float:
         new_tokens, group = part.stop - part.start, len(part.group)
         if not part.exchange.traits.in_order or part.runs == self._sharded(part.exchange, part.start, part.stop, group):
             new_tokens = _as_even(part.runs)
-        key = group, part.exchange, new_tokens, part.start
+        key = self._class_of(part.group), group, part.exchange, new_tokens, part.start
         if key not in self._known:
             self._known[key] = self._of_prefill(part).seconds(new_tokens, part.start)
         seconds = self._known[key]
@@ -207,7 +250,7 @@ class FittedCost:
 
         cluster = self._cluster
         hosts = tuple([0 if cluster is None else cluster.hosts[cluster.rank(instance)] for instance in part.group])
-        rates = rates_of_profile(self._profile, self._shape, len(hosts))
+        rates = rates_of_profile(self._profile, self._shape, len(hosts), self._class_of(part.group))
         return 1.0 if rates is None else sparse_share(part, Members(hosts, self._shape, rates))
 
     def _measured_as(self, prefill: Prefill) -> int:
@@ -222,18 +265,30 @@ class FittedCost:
 
     def _of_prefill(self, part: Part) -> Times:
         members, exchange = len(part.group), part.exchange.exact_form  # see `_sparse_share`
-        if (members, exchange) not in self._times:
+        times = self._fits_of(part).times
+        if (members, exchange) not in times:
+            link_class = self._class_of(part.group)
             problem = (
-                f"lacks times of {members} instances with exchange {exchange}: measure {members} instances or more, or "
-                "choose other options of the policy"
+                f"lacks times of {members} instances{_words(link_class)} with exchange {exchange}: measure {members} "
+                f"instances or more{_remedy(link_class)}, or choose other options of the policy"
             )
             raise ParameterError("profile", problem)
-        return self._times[members, exchange]
+        return times[members, exchange]
 
 
-def _link(profiles: Sequence[Profile], kind: TransferKind, members: int) -> LinkFit | None:
+def _link(profiles: Sequence[Profile], kind: TransferKind, members: int, link_class: LinkClass) -> LinkFit | None:
     """Return the first measured link. Links do not depend on the split of instances."""
-    return next((link for profile in profiles if (link := profile.link(kind, members)) is not None), None)
+    links = (profile.link(kind, members, link_class) for profile in profiles)
+    return next((link for link in links if link is not None), None)
+
+
+def _words(link_class: LinkClass) -> str:
+    return {"same_host": "", "other_host": " on several hosts", "other_rack": " in several racks"}[link_class]
+
+
+def _remedy(link_class: LinkClass) -> str:
+    """Return the condition for a measurement over this class of link."""
+    return "" if link_class == SAME_HOST else " on such hosts, since times on one host are not used for several"
 
 
 def _as_even(sharded: SpanShards) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import ClassVar
 
 import msgspec
 
+from longspan.core.link_classes import SAME_HOST, LinkClass
 from longspan.cost.profile_key import Count, Stored
 from longspan.errors import ParameterError
 
@@ -40,12 +41,17 @@ def _check_fractions(fractions: Sequence[float]) -> None:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A searched partition: the fraction of a prompt of `length` tokens for each member."""
+    """A searched partition: the fraction of a prompt of `length` tokens for each member.
+
+    Attributes:
+        link_class: the slowest class of link between the members.
+    """
 
     model: str
     members: int
     length: Count
     fractions: tuple[float, ...]
+    link_class: LinkClass = SAME_HOST
 
     def __post_init__(self) -> None:
         _check_fractions(self.fractions)
@@ -53,12 +59,12 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError(f"{len(self.fractions)} fractions given for {self.members} members")
 
     @property
-    def key(self) -> tuple[str, int, int]:
-        return self.model, self.members, self.length
+    def key(self) -> tuple[str, int, int, LinkClass]:
+        return self.model, self.members, self.length, self.link_class
 
 
 class PartitionTable(Stored, frozen=True):
-    """Entries, at most one for each model, number of members and length."""
+    """Entries, at most one for each model, number of members, length and class of link."""
 
     called: ClassVar[str] = "table of partitions"
 
@@ -70,8 +76,13 @@ class PartitionTable(Stored, frozen=True):
                 raise ValueError(f"two partitions for model {key[0]!r}, {key[1]} members and {key[2]} tokens: keep one")
 
     def with_entry(self, entry: Entry) -> PartitionTable:
-        """Return a table with this entry, which replaces an entry for the same model, members and length."""
+        """Return a table with this entry, which replaces an entry with the same key."""
         return PartitionTable((*(other for other in self.partitions if other.key != entry.key), entry))
+
+    def of_sizes(self, classes: Mapping[int, LinkClass]) -> PartitionTable:
+        """Return a table with the entries over the class of link that a group of their size has here."""
+        entries = (entry for entry in self.partitions if classes.get(entry.members) == entry.link_class)
+        return PartitionTable(tuple(entries))
 
     def lengths(self, model: str, members: int) -> tuple[int, ...]:
         """Return the prompt lengths with an entry, ascending."""

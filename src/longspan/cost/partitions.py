@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from longspan.core.exchange import LOCAL
 from longspan.core.layouts import shard_span
+from longspan.core.link_classes import SAME_HOST, LinkClass
 from longspan.cost.architecture import ModelShape
 from longspan.cost.partition_table import interpolated
 from longspan.cost.profile import LinkFit, PrefillTime, Profile
@@ -121,9 +122,11 @@ def _shifts(members: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(gains))
 
 
-def modelled_ttft(profile: Profile, shape: ModelShape) -> Callable[[Partition], float] | None:
-    """Return the model of a chain from a profile of one instance and links. None if either was not measured."""
-    alone, link = profile.fits().get((1, LOCAL)), profile.link("point_to_point", 2)
+def modelled_ttft(
+    profile: Profile, shape: ModelShape, link_class: LinkClass = SAME_HOST
+) -> Callable[[Partition], float] | None:
+    """Return the model of a chain over links of this class, from a profile. None if the profile lacks a part of it."""
+    alone, link = profile.over(link_class).fits().get((1, LOCAL)), profile.link("point_to_point", 2, link_class)
     if alone is None or link is None:
         return None
     kv_bytes = shape.kv_bytes / profile.profile_key.tp

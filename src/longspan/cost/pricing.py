@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -11,6 +11,7 @@ from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.layouts import shard_span
+from longspan.core.link_classes import LinkClass
 from longspan.core.runs import Run, SpanShards, chunk_tokens
 from longspan.core.splits import ParallelSpec, cut_evenly
 from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
@@ -145,6 +146,7 @@ def predicted_profile(
     profile_key: ProfileKey,
     *,
     num_instances: int,
+    classes: Mapping[int, LinkClass],
     prompts: Iterable[tuple[int, int]],
     exchanges: Sequence[Exchange],
     sizes: Collection[int] = (),
@@ -156,6 +158,7 @@ def predicted_profile(
     groups of 2, 4, 8 and so on. Decodes are on one instance, and of one request on each of these groups.
 
     Args:
+        classes: the class of links in the group of each size, which has the first instances.
         sizes: sizes of further groups. Sizes above the cluster's are left out.
         pieces: returns the fractions of a chain for its members and the length of a whole prompt. Even if empty.
     """
@@ -167,6 +170,7 @@ def predicted_profile(
             exchange=str(exchange),
             new_tokens=new,
             cached_tokens=cached,
+            link_class=classes[members],
             seconds=(_prefill_s(cost, members, exchange, new, cached, pieces if exchange.traits.skewed else None),),
         )
         for members in sorted(wanted | {num_instances})
@@ -181,6 +185,7 @@ def predicted_profile(
             exchange=str(exchange),
             batch=batch,
             context_tokens=context,
+            link_class=classes[members],
             seconds=(_whole_s(cost, _decodes(batch, context, members)),),
         )
         for members, exchange, batch in (*alone, *shared)

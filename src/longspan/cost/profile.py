@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.core.exchange import LOCAL, Exchange, exchange_named
+from longspan.core.link_classes import SAME_HOST, LinkClass
 from longspan.cost.architecture import Hardware, ModelShape, typical_hardware
 from longspan.cost.profile_key import Count, ProfileKey, Stored
 
@@ -37,17 +38,21 @@ class _Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         members: number of instances that shared each request. With one, the exchange is `local`.
         seconds: empty for a planned measurement.
-        beside: number of other instances of the machine that were busy meanwhile.
+        beside: number of other instances of the same host that were busy meanwhile.
+        link_class: the slowest class of link between the members. `same_host` with one member.
     """
 
     members: Count
     exchange: str
     seconds: Seconds
     beside: int = 0
+    link_class: LinkClass = SAME_HOST
 
     def __post_init__(self) -> None:
         if (self.members == 1) != (exchange_named(self.exchange) == LOCAL):
             raise ValueError(f"{self.members} members do not compute with exchange {self.exchange}")
+        if self.members == 1 and self.link_class != SAME_HOST:
+            raise ValueError(f"one member has no link of class {self.link_class}")
 
     @property
     def kind(self) -> Kind:
@@ -69,7 +74,7 @@ class Prefill(_Measured, frozen=True, kw_only=True):
 
     @property
     def key(self) -> MeasuredKey:
-        return self.members, self.exchange, self.new_tokens, self.cached_tokens
+        return self.members, self.exchange, self.link_class, self.new_tokens, self.cached_tokens
 
 
 class Decode(_Measured, frozen=True, kw_only=True):
@@ -87,7 +92,7 @@ class Decode(_Measured, frozen=True, kw_only=True):
 
     @property
     def key(self) -> MeasuredKey:
-        return self.members, self.exchange, self.batch, self.context_tokens, self.singles
+        return self.members, self.exchange, self.link_class, self.batch, self.context_tokens, self.singles
 
 
 TransferKind = Literal["point_to_point", "alltoall", "all_gather", "host_copy"]
@@ -95,12 +100,17 @@ TransferKind = Literal["point_to_point", "alltoall", "all_gather", "host_copy"]
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of a call in which each sending rank sends `num_bytes`, one per repetition."""
+    """Seconds of a call in which each sending rank sends `num_bytes`, one per repetition.
+
+    Attributes:
+        link_class: the slowest class of link between the ranks.
+    """
 
     kind: TransferKind
     members: int
     num_bytes: Count
     seconds: Seconds
+    link_class: LinkClass = SAME_HOST
 
 
 class Profile(Stored, frozen=True, kw_only=True):
@@ -122,9 +132,30 @@ class Profile(Stored, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **{name: (*kept, measured)})
 
     def with_transfer(self, transfer: Transfer) -> Self:
-        key = transfer.kind, transfer.members, transfer.num_bytes
-        kept = tuple(one for one in self.transfers if (one.kind, one.members, one.num_bytes) != key)
+        before = (msgspec.structs.replace(other, seconds=transfer.seconds) for other in self.transfers)
+        kept = tuple(other for other, alike in zip(self.transfers, before, strict=True) if alike != transfer)
         return msgspec.structs.replace(self, transfers=(*kept, transfer))
+
+    def over(self, link_class: LinkClass) -> Self:
+        """Return a profile with the times of single instances, and of groups over links of this class."""
+        return self._only(lambda measured: measured.members == 1 or measured.link_class == link_class)
+
+    def of_groups(self, link_class: LinkClass) -> Self:
+        """Return a profile with the times of groups over links of this class, without single instances."""
+        return self._only(lambda measured: measured.members > 1 and measured.link_class == link_class)
+
+    def of_sizes(self, classes: Mapping[int, LinkClass]) -> Self:
+        """Return a profile with the times of groups over the class of link that their size has here. Keeps links."""
+        return self._only(lambda measured: classes.get(measured.members) == measured.link_class)
+
+    def _only(self, keeps: Callable[[_Measured], bool]) -> Self:
+        prefills, decodes = tuple(filter(keeps, self.prefills)), tuple(filter(keeps, self.decodes))
+        return msgspec.structs.replace(self, prefills=prefills, decodes=decodes)
+
+    @property
+    def link_classes(self) -> list[LinkClass]:
+        """The classes of links that groups were measured over, after `same_host`."""
+        return sorted({SAME_HOST, *(measured.link_class for measured in self.prefills + self.decodes)}, reverse=True)
 
     def slowed(self, factor: float) -> Self:
         """Return the profile of instances slowed by this factor, with the same links."""
@@ -141,8 +172,7 @@ class Profile(Stored, frozen=True, kw_only=True):
         def stays(one: _Measured) -> bool:
             return one.members > 1 or one.beside == busy
 
-        prefills, decodes = tuple(filter(stays, self.prefills)), tuple(filter(stays, self.decodes))
-        return msgspec.structs.replace(self, prefills=prefills, decodes=decodes)
+        return self._only(stays)
 
     def find(self, wanted: Prefill | Decode) -> Prefill | Decode | None:
         """Return the measurement with the same key in this profile, or None."""
@@ -155,6 +185,7 @@ class Profile(Stored, frozen=True, kw_only=True):
 
     def times(self, new_tokens: Callable[[Prefill], int] | None = None) -> dict[Kind, Times]:
         """Fit prefills of each kind with enough measurements. `new_tokens` may replace the count of new tokens."""
+        assert _has_one_class(self.prefills), "a kind has times over several classes of links: use `over` or `of_sizes`"
         samples = _by_kind(
             (one.kind, (new_tokens(one) if new_tokens else one.new_tokens, one.cached_tokens, one.median_s))
             for one in self.prefills
@@ -166,6 +197,7 @@ class Profile(Stored, frozen=True, kw_only=True):
         return {kind: times.fit for kind, times in self.times().items()}
 
     def decode_fits(self) -> dict[Kind, DecodeFit]:
+        assert _has_one_class(self.decodes), "a kind has times over several classes of links: use `over` or `of_sizes`"
         alone = (one for one in self.decodes if not one.singles)
         samples = _by_kind((one.kind, (one.batch, one.context_tokens, one.median_s)) for one in alone)
         fits = ((kind, fit_decodes(of_kind)) for kind, of_kind in samples.items())
@@ -186,26 +218,31 @@ class Profile(Stored, frozen=True, kw_only=True):
         return {kind: max(0.0, statistics.median(more)) for kind, more in waits.items()}
 
     @property
-    def links(self) -> list[tuple[TransferKind, int]]:
-        """(kind, ranks) of all measured transfers."""
-        return sorted({(transfer.kind, transfer.members) for transfer in self.transfers})
+    def links(self) -> list[tuple[TransferKind, int, LinkClass]]:
+        """Kind, number of ranks and class of link of all measured transfers."""
+        return sorted({(transfer.kind, transfer.members, transfer.link_class) for transfer in self.transfers})
 
-    def link(self, kind: TransferKind, members: int) -> LinkFit | None:
-        """Return the fit of transfers among `members` ranks. None if they were not measured."""
-        transfers = (t for t in self.transfers if (t.kind, t.members) == (kind, members))
+    def link(self, kind: TransferKind, members: int, link_class: LinkClass = SAME_HOST) -> LinkFit | None:
+        """Return the fit of transfers among `members` ranks over this class of link. None if they were not measured."""
+        transfers = (t for t in self.transfers if (t.kind, t.members, t.link_class) == (kind, members, link_class))
         return fit_link([(t.num_bytes, statistics.median(t.seconds)) for t in transfers])
 
-    def hardware(self, shape: ModelShape) -> Hardware | None:
+    def hardware(self, shape: ModelShape, link_class: LinkClass = SAME_HOST) -> Hardware | None:
         """Return the measured speeds of an instance, and of its ranks' links together. None if either is missing."""
-        alone, link = self.fits().get((1, LOCAL)), self.link("point_to_point", 2)
+        alone, link = self.over(link_class).fits().get((1, LOCAL)), self.link("point_to_point", 2, link_class)
         if alone is None or link is None or alone.pair_s == 0:
             return None
         flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
         return Hardware(flops_per_s=flops / alone.pair_s, bytes_per_s=link.bytes_per_s * self.profile_key.tp)
 
-    def speeds(self, shape: ModelShape) -> Hardware:
+    def speeds(self, shape: ModelShape, link_class: LinkClass = SAME_HOST) -> Hardware:
         """Return the measured speeds, or typical speeds of the device if they were not measured."""
-        return self.hardware(shape) or typical_hardware(self.profile_key.device, self.profile_key.threads)
+        return self.hardware(shape, link_class) or typical_hardware(self.profile_key.device, self.profile_key.threads)
+
+
+def _has_one_class(measured: Sequence[_Measured]) -> bool:
+    kinds = {(each.members, each.exchange, each.link_class) for each in measured}
+    return len(kinds) == len({kind[:2] for kind in kinds})
 
 
 def _by_kind(samples: Iterable[tuple[Kind, Sample]]) -> dict[Kind, list[Sample]]:

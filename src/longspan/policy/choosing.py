@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING
 
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange, WeightSource, exchange_of, of_any_layout
 from longspan.cost.architecture import Hardware, ModelShape
-from longspan.cost.profile import LinkFit
+from longspan.cost.profile import LinkFit, Times
 from longspan.policy.facts import Facts
+from longspan.policy.group_times import class_of, nearest_times, times_over
 
 if TYPE_CHECKING:
     from longspan.policy.sharing import SharingOptions
@@ -20,18 +21,20 @@ class Chooser:
     """Predicts the prefill on one instance and on groups of every size, and chooses the quickest."""
 
     def __init__(self, num_instances: int, facts: Facts, options: SharingOptions) -> None:
-        times = facts.profile.times() if facts.profile is not None else {}
+        profile = nearest_times(facts)
+        times = {} if profile is None else profile.times()
         if options.wanted is not None:
             candidates: tuple[Exchange, ...] = (options.wanted,)
         else:
             candidates = (*of_any_layout(), CHAIN) if options.may_chain else of_any_layout()
-        self._alone = times.get((1, LOCAL))
+        self._alone, self._candidates = times.get((1, LOCAL)), candidates
         self._shared = {
             members: measured
             for members in range(2, num_instances + 1)
             if (measured := {one: times[members, one] for one in candidates if (members, one) in times})
         }
-        self._decode_fits = {} if facts.profile is None else facts.profile.decode_fits()
+        self._times_over = cache(partial(times_over, facts))
+        self._decode_fits = {} if profile is None else profile.decode_fits()
         self._decode, self._facts, self._options = exchange_of(options.decode), facts, options
         self.members = lru_cache(maxsize=_MAX_CACHED)(self._members)
         """Cached, because every step predicts all waiting prompts."""
@@ -68,15 +71,22 @@ class Chooser:
         fit = alone if is_alone else self._decode_fits.get((members, self._decode), alone)
         return answer_tokens * fit.seconds(1, context)
 
-    def exchange(self, new_tokens: int, cached_tokens: int, members: int, answer_tokens: int = 0) -> Exchange:
-        """Return the exchange by which `members` instances are expected to finish this chunk and its answer first.
+    def _measured(self, group: tuple[int, ...]) -> dict[Exchange, Times]:
+        """Return the times of a group by exchange, measured over the class of link that it has."""
+        times, members = self._times_over(class_of(self._facts, group)), len(group)
+        return {each: times[members, each] for each in self._candidates if (members, each) in times}
 
-        Without measurements use Algorithm 5, or `ring_kv` if the model or the hardware is unknown.
+    def exchange(self, new_tokens: int, cached_tokens: int, group: tuple[int, ...], answer_tokens: int = 0) -> Exchange:
+        """Return the exchange by which a group is expected to finish this chunk and its answer first.
+
+        Without measurements over its class of link use Algorithm 5, or `ring_kv` if the model or the hardware is
+        unknown.
 
         Args:
             answer_tokens: 0 for a chunk that does not end its prompt, because the last chunk decides the decode.
         """
-        if times := self._shared.get(members):
+        members = len(group)
+        if times := self._measured(group):
             context = new_tokens + cached_tokens
             return min(
                 times,

@@ -175,7 +175,7 @@ class Context(Policy, name="context"):
             return None
         hit = budget.hit(request, group)
         new_tokens, answer_tokens = request.num_tokens - hit.num_tokens, expected_answer(request)
-        exchange = self.parts.exchange(new_tokens, hit.num_tokens, members, answer_tokens)
+        exchange = self.parts.exchange(new_tokens, hit.num_tokens, group, answer_tokens)
         if exchange.traits.keeps == "later" and not budget.outgrows(request):
             group = _ending_at_owner(group, hit, budget)
         return self.parts.chunk(

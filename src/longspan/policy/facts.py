@@ -25,6 +25,7 @@ class Facts:
     """The known facts of a model and its hardware, from which a policy is made.
 
     Attributes:
+        profile: all measurements. `policy.group_times` selects the times of a group.
         model: the key of the model in the table of partitions.
         partitions: searched partitions. None before they are looked up. Then no prompt is refused.
         cluster: None if it is unknown. Then instances have no roles and are near each other.
@@ -72,17 +73,17 @@ class Facts:
         """Return the speeds of a member of a group on these hosts, or None if they are unknown."""
         if self.rates is not None:
             return self.rates(hosts)
-        if self.profile is None or self.shape is None:
-            return None
-        from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415 - few policies ask
+        from longspan.policy.group_times import measured_rates  # noqa: PLC0415 - few policies ask
 
-        return rates_of_profile(self.profile, self.shape, len(hosts))
+        return measured_rates(self, hosts)
 
     def prompt_s(self, exchange: Exchange, group: tuple[int, ...], num_tokens: int) -> float | None:
         """Return the seconds of a whole prompt on a group by an exact exchange, or None if they are unknown."""
         if self.exact_s is not None:
             return self.exact_s(exchange, group, num_tokens)
-        times = None if self.profile is None else self.profile.times().get((len(group), exchange))
+        from longspan.policy.group_times import class_of, times_over  # noqa: PLC0415 - few policies ask
+
+        times = times_over(self, class_of(self, group)).get((len(group), exchange))
         return None if times is None else times.seconds(num_tokens)
 
 

@@ -53,8 +53,8 @@ class GroupParts:
         self._decoding = exchange_of(options.decode)
         self.chooser = Chooser(num_instances, facts, options)
 
-    def exchange(self, new_tokens: int, cached_tokens: int, members: int, answer_tokens: int = 0) -> Exchange:
-        return self._options.wanted or self.chooser.exchange(new_tokens, cached_tokens, members, answer_tokens)
+    def exchange(self, new_tokens: int, cached_tokens: int, group: tuple[int, ...], answer_tokens: int = 0) -> Exchange:
+        return self._options.wanted or self.chooser.exchange(new_tokens, cached_tokens, group, answer_tokens)
 
     def next(self, request: RequestView, budget: Budget, most: int, partition: int = 0) -> ScheduledPart | None:
         """Schedule the next chunk of a prompt, or one token of a decode. Return None if the budget has no token for it.
@@ -167,7 +167,7 @@ class GroupParts:
         if request.num_tokens - start > 1:
             new_tokens = min(end - start, sum(capacity.tokens))
             answer_tokens = expected_answer(request) if start == 0 and new_tokens == request.num_tokens else 0
-            exchange = RING_Q if reads_hosts else self.exchange(new_tokens, start, len(group), answer_tokens)
+            exchange = RING_Q if reads_hosts else self.exchange(new_tokens, start, group, answer_tokens)
             shape = self._shape(exchange, request, new_tokens, start, len(group), partition)
         moved = dict(moves)
         owners = [members.get(moved.get(index, ref.pool), -1) for index, ref in enumerate(table)]

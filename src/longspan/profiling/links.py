@@ -1,6 +1,7 @@
 """Measure the speed of links between ranks, and between a device and its host, in separate processes.
 
 `time_links` starts one process per rank, `python -m longspan.profiling.links`, connected like workers. Rank 0 reports.
+The processes meet by files, which hosts of a test share.
 """
 
 from __future__ import annotations
@@ -9,17 +10,23 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import IO, Protocol
 
 import msgspec
 import torch
 
 from longspan.attn.collectives import all_gather
 from longspan.attn.comm import Group, Message, Transport, gather_hops
+from longspan.core.imitated_hosts import locations_of_ranks
+from longspan.core.link_classes import LinkClass, slowest_link
+from longspan.core.locations import Location, hosts_of
 from longspan.cost.profile import Transfer, TransferKind
 from longspan.errors import WorkerLostError
+from longspan.profiling.plan import peers_of_first
 from longspan.runtime.child import end_with_parent, make_run_dir, start_child
 from longspan.runtime.worker_process import keep_to_cores, open_device, open_transports, own_cores
 
@@ -28,16 +35,30 @@ _REPEATS = 7
 _TIMEOUT_S = 60.0
 
 
-def time_links(num_ranks: int, device: str) -> list[Transfer]:
-    """Return timed transfers of every kind and several sizes between `num_ranks` ranks."""
+class StartRank(Protocol):
+    """Starts `python -m module` for a rank on its host, like `start_child`. The first argument is the rank."""
+
+    def __call__(
+        self, module: str, *arguments: str, stdout: int | None, stderr: IO[bytes] | None
+    ) -> subprocess.Popen[bytes]: ...
+
+
+def time_links(locations: Sequence[Location], device: str, start: StartRank = start_child) -> list[Transfer]:
+    """Return timed transfers of every kind and several sizes between ranks at these locations.
+
+    Args:
+        start: starts the process of a rank. By default on this machine, where ranks of several hosts use TCP.
+    """
+    num_ranks = len(locations)
+    places = ",".join(f"{location.rack}-{location.host}" for location in locations)
     processes: list[subprocess.Popen[bytes]] = []
     folder = make_run_dir()
     logs = [Path(folder, f"log{rank}") for rank in range(num_ranks)]
     try:
         for rank, log in enumerate(logs):
-            arguments = [str(rank), str(num_ranks), f"{folder}/store", device]
+            arguments = [str(rank), places, f"{folder}/store", device]
             with log.open("wb") as stderr:
-                processes.append(start_child(__name__, *arguments, stdout=subprocess.PIPE, stderr=stderr))
+                processes.append(start(__name__, *arguments, stdout=subprocess.PIPE, stderr=stderr))
         stdout = processes[0].stdout
         assert stdout is not None, "the child has a pipe"
         output = stdout.read()
@@ -53,33 +74,42 @@ def time_links(num_ranks: int, device: str) -> list[Transfer]:
     return msgspec.json.decode(output, type=list[Transfer])
 
 
-def main(rank: int, num_ranks: int, store: str, device_kind: str) -> list[Transfer]:
-    """Time transfers as one rank. All ranks run the same transfers in the same order."""
+def main(rank: int, places: str, store: str, device_kind: str) -> list[Transfer]:
+    """Time transfers as one rank. All ranks run the same transfers in the same order.
+
+    Args:
+        places: rack and host of each rank, such as `0-0,0-1`.
+    """
+    num_ranks = places.count(",") + 1
+    locations = locations_of_ranks(num_ranks, places)
     torch.set_num_threads(1)
     keep_to_cores(device_kind, rank, num_ranks, own_cores())
     device = open_device(device_kind, rank)
     transfers = [_copies(device, size) for size in _SIZES] if rank == 0 else []
     if num_ranks > 1:
-        transports = open_transports(device, rank, (0,) * num_ranks, store, timeout_s=_TIMEOUT_S)
+        transports = open_transports(device, rank, hosts_of(locations), store, timeout_s=_TIMEOUT_S)
         links = Links(transports.steps.exchange, rank, num_ranks, device)
-        transfers += _between(links)
+        transfers += _between(links, locations)
         links.meet()
         transports.close()
     return transfers
 
 
-def _between(links: Links) -> Iterator[Transfer]:
-    calls: tuple[tuple[TransferKind, int, Callable[[int], float]], ...] = (
-        ("point_to_point", 2, links.there_and_back),
-        ("alltoall", links.size, links.alltoall),
-        ("all_gather", links.size, links.all_gather),
-    )
-    for kind, members, call in calls:
+def _between(links: Links, locations: Sequence[Location]) -> Iterator[Transfer]:
+    slowest = slowest_link(locations)
+    calls: list[tuple[TransferKind, int, LinkClass, Callable[[int], float]]] = [
+        ("point_to_point", 2, link_class, partial(links.there_and_back, peer=peer))
+        for link_class, peer in peers_of_first(locations).items()
+    ]
+    calls += [("alltoall", links.size, slowest, links.alltoall), ("all_gather", links.size, slowest, links.all_gather)]
+    for kind, members, link_class, call in calls:
         receivers = 1 if kind == "point_to_point" else links.size - 1
         for size in _SIZES:
             share = size // receivers
-            seconds = [call(share) for _ in range(_REPEATS + 1)]
-            yield Transfer(kind=kind, members=members, num_bytes=share * receivers, seconds=tuple(seconds[1:]))
+            num_bytes, seconds = share * receivers, [call(share) for _ in range(_REPEATS + 1)]
+            yield Transfer(
+                kind=kind, members=members, num_bytes=num_bytes, seconds=tuple(seconds[1:]), link_class=link_class
+            )
 
 
 class Links:
@@ -89,17 +119,17 @@ class Links:
         self.size, self._rank, self._device, self._transport = size, rank, device, transport
         self._next_tag = 0
 
-    def there_and_back(self, num_bytes: int) -> float:
-        """Return half of the round-trip time between ranks 0 and 1."""
+    def there_and_back(self, num_bytes: int, peer: int) -> float:
+        """Return half of the round-trip time between rank 0 and a peer."""
         group = self._group()
-        if self._rank > 1:
+        if self._rank not in (0, peer):
             return self._timed(lambda: None)
-        peer = 1 - self._rank
+        other = peer - self._rank
 
         def round_trip() -> None:
-            message = {peer: self._message(num_bytes)}
+            message = {other: self._message(num_bytes)}
             for hop in range(2):
-                sends, receives = (message, {}) if hop == self._rank else ({}, message)
+                sends, receives = (message, {}) if (hop == 0) == (self._rank == 0) else ({}, message)
                 group.start(sends=sends, receives=receives, hop=hop).wait()
 
         return self._timed(round_trip) / 2
@@ -157,6 +187,6 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 if __name__ == "__main__":
     end_with_parent(sys.stdin.fileno())
-    timed = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    timed = main(int(sys.argv[1]), *sys.argv[2:])
     with suppress(BrokenPipeError):
         sys.stdout.buffer.write(msgspec.json.encode(timed))

@@ -8,6 +8,8 @@ from itertools import chain
 import msgspec
 
 from longspan.core.exchange import CHAIN, LOCAL, RING_Q, Exchange, of_any_layout
+from longspan.core.link_classes import SAME_HOST, LinkClass, slowest_link
+from longspan.core.locations import Location
 from longspan.cost.profile import Decode, Prefill, Profile, TransferKind
 
 SHARED: tuple[Exchange, ...] = (*of_any_layout(), CHAIN)
@@ -47,11 +49,21 @@ def work(task: Prefill | Decode, hidden_size: int) -> float:
     return (prefill(task.new_tokens, task.cached_tokens) + prefill(task.cached_tokens)) / task.members
 
 
-def kinds_of_links(num_ranks: int) -> set[tuple[TransferKind, int]]:
-    """Return pairs of a kind of transfer to measure and its number of ranks."""
-    kinds: set[tuple[TransferKind, int]] = {("host_copy", 1)}
-    if num_ranks > 1:
-        kinds |= {("point_to_point", 2), ("alltoall", num_ranks), ("all_gather", num_ranks)}
+def peers_of_first(locations: Sequence[Location]) -> dict[LinkClass, int]:
+    """Return the first rank over each class of link from rank 0."""
+    peers: dict[LinkClass, int] = {}
+    for rank in range(1, len(locations)):
+        peers.setdefault(slowest_link((locations[0], locations[rank])), rank)
+    return peers
+
+
+def kinds_of_links(locations: Sequence[Location]) -> set[tuple[TransferKind, int, LinkClass]]:
+    """Return the kind of each transfer to measure between ranks, its number of ranks, and its class of link."""
+    kinds: set[tuple[TransferKind, int, LinkClass]] = {("host_copy", 1, SAME_HOST)}
+    if (num_ranks := len(locations)) > 1:
+        slowest = slowest_link(locations)
+        kinds |= {("point_to_point", 2, link_class) for link_class in peers_of_first(locations)}
+        kinds |= {("alltoall", num_ranks, slowest), ("all_gather", num_ranks, slowest)}
     return kinds
 
 
@@ -67,33 +79,49 @@ class KvCapacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def all_missing(
-    profile: Profile, sizes: Collection[int], prompts: Sequence[tuple[int, int]], capacity: KvCapacity, repeats: int
+    profile: Profile,
+    sizes: Collection[int],
+    prompts: Sequence[tuple[int, int]],
+    capacity: KvCapacity,
+    repeats: int,
+    link_class: LinkClass = SAME_HOST,
 ) -> list[Prefill | Decode]:
     """Return the missing measurements of groups of these sizes. Call it again after measuring them.
 
     Every task is measured once before any task is measured twice, so that a busy phase of the machine affects one time
     of each. Then the quickest exchange of each prompt is measured `repeats` times more, since the minimum of several
     exchanges is biased. Tasks that exceed the KV memory of a group are left out.
+
+    Args:
+        link_class: the slowest class of link in the groups of several instances.
     """
     whole = [new for new, cached in prompts if not cached]
     sizes = sorted(sizes)
     tasks: list[Prefill | Decode] = []
     for size in sizes:
-        tasks += [*_prefills(size, prompts, capacity), *_decodes(size, whole, capacity)]
+        link = SAME_HOST if size == 1 else link_class
+        tasks += [*_prefills(size, prompts, capacity, link), *_decodes(size, whole, capacity, link)]
     missing = [task for times in range(1, repeats + 1) for task in tasks if profile.num_times(task) < times]
-    quickest = (_missing_quickest(profile, size, prompts, capacity, repeats) for size in sizes)
+    quickest = (_missing_quickest(profile, size, prompts, capacity, repeats, link_class) for size in sizes)
     return missing or list(chain.from_iterable(quickest))
 
 
-def _prefill(members: int, exchange: Exchange, new_tokens: int, cached_tokens: int) -> Prefill:
+def _prefill(members: int, exchange: Exchange, new_tokens: int, cached_tokens: int, link_class: LinkClass) -> Prefill:
     return Prefill(
-        members=members, exchange=str(exchange), new_tokens=new_tokens, cached_tokens=cached_tokens, seconds=()
+        members=members,
+        exchange=str(exchange),
+        new_tokens=new_tokens,
+        cached_tokens=cached_tokens,
+        seconds=(),
+        link_class=link_class,
     )
 
 
-def _prefills(members: int, prompts: Iterable[tuple[int, int]], capacity: KvCapacity) -> list[Prefill]:
+def _prefills(
+    members: int, prompts: Iterable[tuple[int, int]], capacity: KvCapacity, link_class: LinkClass
+) -> list[Prefill]:
     return [
-        _prefill(members, exchange, new, cached)
+        _prefill(members, exchange, new, cached, link_class)
         for new, cached in prompts
         for exchange in (SHARED if members > 1 else (LOCAL,))
         if capacity.fits(members, new + cached + 1)
@@ -101,19 +129,24 @@ def _prefills(members: int, prompts: Iterable[tuple[int, int]], capacity: KvCapa
 
 
 def _missing_quickest(
-    profile: Profile, members: int, prompts: Iterable[tuple[int, int]], capacity: KvCapacity, repeats: int
+    profile: Profile,
+    members: int,
+    prompts: Iterable[tuple[int, int]],
+    capacity: KvCapacity,
+    repeats: int,
+    link_class: LinkClass,
 ) -> list[Prefill | Decode]:
     """List the quickest exchange of each prompt, once per missing measurement of twice `repeats`."""
     quickest = []
     for new, cached in prompts if members > 1 else ():
         if capacity.fits(members, new + cached + 1):
-            tasks = (profile.find(_prefill(members, exchange, new, cached)) for exchange in SHARED)
+            tasks = (profile.find(_prefill(members, exchange, new, cached, link_class)) for exchange in SHARED)
             quickest.append(min((task for task in tasks if task is not None), key=lambda task: task.median_s))
     missing = [task for times in range(repeats, 2 * repeats) for task in quickest if len(task.seconds) <= times]
     return [msgspec.structs.replace(task, seconds=(), beside=0) for task in missing]
 
 
-def _decodes(members: int, lengths: Sequence[int], capacity: KvCapacity) -> list[Decode]:
+def _decodes(members: int, lengths: Sequence[int], capacity: KvCapacity, link_class: LinkClass) -> list[Decode]:
     """List the decodes that were timed fewer than `times` times in groups of `members`.
 
     These are small and large batches with contexts of the shortest, middle and longest of `lengths`. Each member has
@@ -132,5 +165,5 @@ def _decodes(members: int, lengths: Sequence[int], capacity: KvCapacity) -> list
         num_blocks = (batch + singles) * -(-(context + batch + DECODE_STEPS) // capacity.block_size)
         if num_blocks <= capacity.num_blocks and batch * context <= _MAX_OF_LONGEST * contexts[-1]:
             sizes = {"batch": batch, "context_tokens": context, "singles": singles}
-            decodes.append(Decode(members=members, exchange=exchange, seconds=(), **sizes))
+            decodes.append(Decode(members=members, exchange=exchange, seconds=(), link_class=link_class, **sizes))
     return decodes

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import msgspec
 from tqdm import tqdm
 
+from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
 from longspan.core.exchange import ALLTOALL, CHAIN, LOCAL, RING_KV
+from longspan.core.link_classes import LinkClass, link_of_group, links_by_size
+from longspan.core.locations import Location
 from longspan.core.sampling import SamplingParams
 from longspan.cost.partition_table import Entry, PartitionTable
 from longspan.cost.partitions import Partition, cut, even, modelled_ttft, search
@@ -70,8 +74,8 @@ class Instances(Protocol):
 Start = Callable[[int], AbstractContextManager[Instances]]
 """Starts the given number of instances."""
 
-Missing = Callable[[Profile, set[int]], list[Prefill | Decode]]
-"""Lists the missing measurements of groups of these sizes, see `all_missing`."""
+Missing = Callable[[Profile, set[int], LinkClass], list[Prefill | Decode]]
+"""Lists the missing measurements of groups of these sizes over a class of link, see `all_missing`."""
 
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 _WARM_UP_TOKENS = 256
@@ -90,7 +94,8 @@ def measure(
     """Return the stored profile of this machine, after measuring missing times of groups of 1 to `max_members`.
 
     One instance is timed while the other instances are busy: with the same prompt, or with prefills while it decodes.
-    Groups with fewer than `max_members` members are timed while nothing else runs. Each time is saved immediately.
+    Groups with fewer than `max_members` members are timed while nothing else runs. Each time is saved immediately, with
+    the slowest class of link in the group.
 
     Args:
         quick: without `lengths`, leave out the longest prompts.
@@ -107,15 +112,18 @@ def measure(
             max_model_len=llm.max_model_len, block_size=config.block_size, num_blocks=config.cluster.num_blocks[0]
         )
         profile = load_profile(llm.profile_key) or Profile(profile_key=llm.profile_key)
-        profile = profile.of_one_beside(max_members - 1)
+        profile, classes = profile.of_one_beside(_num_beside(config.cluster)), links_by_size(config.cluster)
         if lengths is None and quick:
             lengths = quick_lengths(capacity.max_model_len)
         prompts = _prompts(lengths, capacity)
-        missing = partial(all_missing, prompts=prompts, capacity=capacity, repeats=repeats)
+
+        def missing(profile: Profile, sizes: set[int], link_class: LinkClass) -> list[Prefill | Decode]:
+            return all_missing(profile, sizes, prompts, capacity, repeats, link_class)
+
         measure_missing = partial(_measure_missing, missing=missing, say=say, say_progress=say_progress)
         profile = measure_missing(llm, profile, {1, max_members})
     for members in range(max_members - 1, 1, -1):
-        if missing(profile, {members}):
+        if missing(profile, {members}, classes[members]):
             with start(members) as llm:
                 profile = measure_missing(llm, profile, {members})
     return profile
@@ -126,7 +134,8 @@ def _measure_missing(
 ) -> Profile:
     members, is_warm = max(sizes), False
     name = "one instance" if members == 1 else f"{members} instances"
-    while tasks := missing(profile, sizes):
+    link_class = link_of_group(llm.engine.config.cluster, range(members))
+    while tasks := missing(profile, sizes, link_class):
         left = [work(task, llm.info.hidden_size) for task in tasks]
         total, num_tasks = sum(left), len(tasks)
         if not is_warm:
@@ -141,11 +150,17 @@ def _measure_missing(
     return profile
 
 
-def measure_links(profile: Profile, num_ranks: int) -> Profile:
-    """Add the speeds of links between `num_ranks` ranks, unless they were measured before."""
-    if kinds_of_links(num_ranks) <= set(profile.links):
+def measure_links(
+    profile: Profile, locations: Sequence[Location], start: links.StartRank = links.start_child
+) -> Profile:
+    """Add the speeds of links between ranks at these locations, unless they were measured before.
+
+    Args:
+        start: starts the process of a rank, see `time_links`.
+    """
+    if kinds_of_links(locations) <= set(profile.links):
         return profile
-    for transfer in links.time_links(num_ranks, profile.profile_key.device):
+    for transfer in links.time_links(locations, profile.profile_key.device, start):
         profile = profile.with_transfer(transfer)
     save_profile(profile)
     return profile
@@ -178,15 +193,21 @@ def _measured(llm: Instances, profile: Profile, task: Prefill | Decode) -> Profi
     if profile.profile_key.device == "cuda" and not time:
         _seconds(llm, task, -1)
     seconds = _seconds(llm, task, time)
-    return profile.with_measured(msgspec.structs.replace(task, seconds=(seconds,), beside=_beside(llm, task)))
+    beside = _num_beside(llm.engine.config.cluster) if task.members == 1 else 0
+    return profile.with_measured(msgspec.structs.replace(task, seconds=(seconds,), beside=beside))
 
 
 def _seconds(llm: Instances, task: Prefill | Decode, time: int) -> float:
     return _timed_decode(llm, task, time) if isinstance(task, Decode) else _timed(llm, task, f"{task.key}, {time}")
 
 
-def _beside(llm: Instances, task: Prefill | Decode) -> int:
+def _num_others(llm: Instances, task: Prefill | Decode) -> int:
     return llm.engine.config.cluster.num_instances - task.members
+
+
+def _num_beside(cluster: Cluster) -> int:
+    """Return the number of instances next to one on the host with most instances."""
+    return max(Counter(cluster.hosts[cluster.rank(instance)] for instance in cluster.instances).values()) - 1
 
 
 def _timed_decode(llm: Instances, task: Decode, time: int) -> float:
@@ -212,7 +233,7 @@ def _timed_decode(llm: Instances, task: Decode, time: int) -> float:
         kv_tokens = config.cluster.num_blocks[0] * config.block_size
         full = min(config.max_num_batched_tokens, llm.max_model_len - 1, kv_tokens - 1)
         draw = random.Random(f"beside {len(prompts)} behind {task.context_tokens} tokens, time {time}")
-        concurrent_prompts = [draw.choices(vocabulary, k=full) for _ in range(_beside(llm, task))]
+        concurrent_prompts = [draw.choices(vocabulary, k=full) for _ in range(_num_others(llm, task))]
         llm.engine.set_policy(make_policy("chunked", num_instances=1, options={}))
     for prompt in prompts:  # one by one: sharded prompts evenly, unsharded prompts on the first instance
         llm.generate([prompt], _ONE_TOKEN, use_tqdm=False)
@@ -247,7 +268,7 @@ def _timed(llm: Instances, task: Prefill, seed: str) -> float:
         llm.set_policy("context", {"exchange": task.exchange, "threshold": "0"})
         return timed(llm, task.new_tokens, task.cached_tokens, seed=seed)
     llm.set_policy("chunked", {})
-    return timed(llm, task.new_tokens, task.cached_tokens, seed=seed, num_prompts=1 + _beside(llm, task))
+    return timed(llm, task.new_tokens, task.cached_tokens, seed=seed, num_prompts=1 + _num_others(llm, task))
 
 
 def timed(llm: Instances, new_tokens: int, cached_tokens: int, *, seed: int | str, num_prompts: int = 1) -> float:
@@ -272,9 +293,13 @@ TimePartition = Callable[[Partition], float]
 
 
 def search_partitions(
-    start: Start, profile: Profile, max_members: int, lengths: Sequence[int] | None, repeats: int
+    start: Start,
+    profile: Profile,
+    classes: Mapping[int, LinkClass],
+    lengths: Sequence[int] | None,
+    repeats: int,
 ) -> PartitionTable:
-    """Add partitions for chains of 2 to `max_members` members to this machine's table, for these prompt lengths.
+    """Add partitions for chains of 2 members and more to this machine's table, for these prompt lengths.
 
     Partitions for 2 members are searched by timing prompts, and kept. Partitions for more members are searched with the
     chain model. That is quick, so they are always recomputed, starting from the prediction of the table.
@@ -284,6 +309,7 @@ def search_partitions(
 
     Args:
         start: starts instances with the largest steps that memory allows.
+        classes: the slowest class of link in the group of each size, up to the largest chain.
 
     Raises:
         ValueError: if the profile does not determine the cost of a prompt, or a stored table cannot be read.
@@ -293,12 +319,14 @@ def search_partitions(
     with start(2) as llm:
         lengths = sorted(set(lengths or default_lengths(llm.max_model_len)))
         size, max_piece = llm.engine.config.block_size, llm.engine.config.max_num_batched_tokens
-        table = load_partitions(profile.profile_key, size)
-        plan = [(n, length) for n in range(2, max_members + 1) for length in lengths if length >= n * size]
+        stored = load_partitions(profile.profile_key, size)
+        table = stored.of_sizes(classes)
+        plan = [(n, length) for n in range(2, max(classes) + 1) for length in lengths if length >= n * size]
         timed_before = table.lengths(model, 2)
         plan = [(n, length) for n, length in plan if max(even(length, n, size)) <= max_piece]
         plan = [(n, length) for n, length in plan if n > 2 or length not in timed_before]
-        modelled = _modelled_cuts(llm, profile)
+        modelled = cache(partial(_modelled_cuts, llm, profile))
+        modelled("same_host")  # before measurements: times of one instance may be missing
         with closing(tqdm(plan, desc="partitions", unit="prompt", dynamic_ncols=True, disable=None)) as bar:
             for members, length in bar:
                 if members == 2:
@@ -306,10 +334,13 @@ def search_partitions(
                 else:
                     predicted = table.predict(model, members, length)
                     seed = None if predicted is None else cut(predicted, length, size)
-                    best = search(modelled, length, members, size, seed if seed and min(seed) else None)
+                    modelled_s = modelled(classes[members])
+                    best = search(modelled_s, length, members, size, seed if seed and min(seed) else None)
                 fractions = tuple(piece / length for piece in best)
-                table = table.with_entry(Entry(model=model, members=members, length=length, fractions=fractions))
-                save_partitions(profile.profile_key, size, table)
+                sizes = {"members": members, "length": length, "link_class": classes[members]}
+                entry = Entry(model=model, fractions=fractions, **sizes)
+                table, stored = table.with_entry(entry), stored.with_entry(entry)
+                save_partitions(profile.profile_key, size, stored)
     return table
 
 
@@ -332,9 +363,9 @@ def _timed_cuts(llm: Instances, repeats: int, bar: tqdm[tuple[int, int]]) -> Tim
     return seconds
 
 
-def _modelled_cuts(llm: Instances, profile: Profile) -> TimePartition:
+def _modelled_cuts(llm: Instances, profile: Profile, link_class: LinkClass) -> TimePartition:
     shape = llm.facts.shape
-    ttft_s = None if shape is None else modelled_ttft(profile, shape)
+    ttft_s = None if shape is None else modelled_ttft(profile, shape, link_class)
     if ttft_s is None:
         problem = "must be at least two: partitions follow from the times of prompts on one instance"
         raise ParameterError("lengths", problem)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from longspan.cost.profile import Profile
 
 StoredT = TypeVar("StoredT", bound=Stored)
-_REVISION = 4
+_REVISION = 5
 """Increased with every change of the engine's speed or of the measurements, so that old profiles are not used."""
 
 

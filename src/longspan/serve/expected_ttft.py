@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from longspan.core.exchange import LOCAL
 from longspan.core.request import Request
+from longspan.policy.group_times import nearest_times
 from longspan.service import Service
 
 if TYPE_CHECKING:  # types alone
@@ -25,7 +26,7 @@ def expected_ttft_s(service: Service, request: Request, before: Iterable[Request
     Args:
         before: the unfinished requests that arrived before.
     """
-    profile, policy, config = service.setup.facts.profile, service.setup.policy, service.engine.config
+    profile, policy, config = nearest_times(service.setup.facts), service.setup.policy, service.engine.config
     if profile is None:
         return None
     measured = _times(profile)

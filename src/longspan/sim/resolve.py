@@ -13,6 +13,7 @@ from functools import partial
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import CHAIN, of_any_layout
 from longspan.core.kv_record import KvRecord, LayerRecord
+from longspan.core.link_classes import links_by_size, slowest_link
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
@@ -89,6 +90,7 @@ def computed_experiment(
         cost,
         profile_key,
         num_instances=cluster.spec.instances,
+        classes=links_by_size(cluster),
         prompts=profiled_prompts(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
         exchanges=(*of_any_layout(), CHAIN),
         sizes={int(size) for size in named if size.strip().isdecimal()},
@@ -127,14 +129,15 @@ def measured_experiment(
         given = " and ".join(map(str, clusters))
         raise ParameterError("profile", f"is of instances with tp {key.tp}: use this tp, not {given}", spec.profile)
     partitions: PartitionTable | ModelledPartitions = PartitionTable()
-    if (ttft_s := modelled_ttft(profile, model.attention)) is not None:
+    slowest = slowest_link(cluster.locations)
+    if (ttft_s := modelled_ttft(profile, model.attention, slowest)) is not None:
         partitions = ModelledPartitions(partial(fractions_by, ttft_s, align=scheduling.block_size))
     cost = FittedCost(profile, model.attention, block_size=scheduling.block_size, cluster=cluster)
     slow = _common_factor(faults, cluster, phases)
     profile = profile.slowed(slow)
     facts = Facts(
         shape=model.attention,
-        hardware=profile.speeds(model.attention),
+        hardware=profile.speeds(model.attention, slowest),
         profile=profile,
         model=key.model,
         partitions=partitions,

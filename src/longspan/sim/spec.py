@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from longspan.core.cluster import Cluster
-from longspan.core.locations import locations_of_ranks
+from longspan.core.imitated_hosts import locations_of_ranks
 from longspan.core.options import Option, SchedulingArgs, at_least_one, key_values
 from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
 from longspan.errors import ParameterError

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from longspan.core.exchange import Exchange
 from longspan.cost.profile import DecodeFit, PrefillTime
 from longspan.policy.facts import Facts
+from longspan.policy.group_times import nearest_times
 from longspan.policy.tetris import expected_times, measured_times, sp_times
 
 Numbers = NDArray[np.float64]
@@ -49,7 +50,8 @@ class Estimates:
     ) -> None:
         self._times = group_times(facts, exchanges, num_instances)
         self.sizes = tuple(self._times)
-        fits = {} if facts.profile is None else facts.profile.decode_fits()
+        profile = nearest_times(facts)
+        fits = {} if profile is None else profile.decode_fits()
         alone = next((fit for (members, _), fit in fits.items() if members == 1), None)
         self._decode = alone or _GUESSED_DECODE
         self.token_s = max(_MIN_TOKEN_S, self._decode.seconds(1, 0))

@@ -13,6 +13,7 @@ from longspan.cost.profile import PrefillTime, fit_times
 from longspan.errors import ParameterError
 from longspan.policy.facts import Facts
 from longspan.policy.group_parts import GroupParts
+from longspan.policy.group_times import nearest_times
 from longspan.policy.sharing import SharingOptions, check_exchange
 from longspan.policy.tetris.execution import Cdsp
 from longspan.policy.tetris.planner import Planner
@@ -205,7 +206,8 @@ def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, P
 
     If none of these exchanges was measured for a number of instances, the quickest measured exchange counts.
     """
-    prefills = facts.profile.prefills if facts.profile is not None else ()
+    profile = nearest_times(facts)
+    prefills = () if profile is None else profile.prefills
     quickest: dict[tuple[int, bool], dict[tuple[int, int], float]] = defaultdict(dict)
     for prefill in prefills:
         seconds = quickest[prefill.members, exchange_named(prefill.exchange) in exchanges]

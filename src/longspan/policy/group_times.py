@@ -1,0 +1,35 @@
+"""Measured times and speeds of groups, by the class of link between their members."""
+
+from __future__ import annotations
+
+from longspan.core.link_classes import SAME_HOST, LinkClass, between_hosts, link_of_group, links_by_size
+from longspan.cost.csa_pipeline import Rates
+from longspan.cost.profile import Kind, Profile, Times
+from longspan.policy.facts import Facts
+
+
+def nearest_times(facts: Facts) -> Profile | None:
+    """Return the profile with the times of groups of each size that lie on as few hosts and racks as possible."""
+    if facts.profile is None or facts.cluster is None:
+        return None if facts.profile is None else facts.profile.over(SAME_HOST)
+    return facts.profile.of_sizes(links_by_size(facts.cluster))
+
+
+def class_of(facts: Facts, group: tuple[int, ...]) -> LinkClass:
+    return SAME_HOST if facts.cluster is None else link_of_group(facts.cluster, group)
+
+
+def times_over(facts: Facts, link_class: LinkClass) -> dict[Kind, Times]:
+    """Return the times of single instances, and of groups over a class of link. Empty without a profile."""
+    return {} if facts.profile is None else facts.profile.over(link_class).times()
+
+
+def measured_rates(facts: Facts, hosts: tuple[int, ...]) -> Rates | None:
+    """Return the speeds of a member of a group on these hosts by the profile, or None if they were not measured."""
+    if facts.profile is None or facts.shape is None:
+        return None
+    from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415 - few policies ask
+
+    is_single = facts.cluster is None or len(set(hosts)) == 1
+    between = SAME_HOST if is_single else between_hosts(facts.cluster, len(hosts))
+    return rates_of_profile(facts.profile, facts.shape, len(hosts), between)
