@@ -4,7 +4,8 @@
     with network_hosts(2) as hosts:
         service = Service(EngineArgs(parallel="2"), launcher=partial(HostLauncher, hosts=hosts))
 
-Ranks of different hosts send messages by the links between the hosts. The controller stays outside: its sockets and the
+`placed` takes racks from a topology file, and `start_on` starts the processes of `longspan.profiling.links`. Ranks of
+different hosts send messages by the links between the hosts. The controller stays outside: its sockets and the
 rendezvous are files, which all hosts share. This module is also the program of a rank.
 """
 
@@ -15,13 +16,44 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 from hosts import INTERFACE, Host
 
+from longspan.core.placement import PlacedHost, Racks
+from longspan.profiling.links import StartRank
+from longspan.remote_ranks import read_racks
 from longspan.runtime.executor.forkserver import StartWorker
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.messages import WorkerConfig
+
+
+def placed(hosts: Sequence[Host], num_ranks: int, topology: Path | None = None) -> tuple[str, list[Host]]:
+    """Return the text of LONGSPAN_HOSTS for ranks split evenly over hosts, and the hosts in order of proximity."""
+    racks = Racks(None if topology is None else read_racks(str(topology)))
+    by_address = {host.address: host for host in hosts}
+    places = {address: PlacedHost(address=address) for address in by_address}
+    racks.check(places.values())
+    order = racks.in_order(places, hosts[0].address)
+    texts = [f"{rack}-{number}" for number, rack in enumerate(order.values())]
+    text = ",".join(texts[rank * len(hosts) // num_ranks] for rank in range(num_ranks))
+    return text, [by_address[address] for address in order]
+
+
+def start_on(hosts: Sequence[Host]) -> StartRank:
+    """Return a function that starts a process of `time_links` on the host of its rank. There is one host per rank."""
+
+    def start(module: str, *arguments: str, stdout: int | None, stderr: IO[bytes] | None) -> subprocess.Popen[bytes]:
+        return hosts[int(arguments[0])].popen(
+            *(sys.executable, "-P", "-m", module, *arguments),
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE},
+        )
+
+    return start
 
 
 class HostLauncher(ProcessLauncher):

@@ -52,6 +52,9 @@ class DeviceArgs(ParallelArgs):
             "With ray: its head node.", metavar="HOST:PORT", default="RAY_ADDRESS, a cluster of this host, or a new one"
         ),
     ] = None
+    topology: Annotated[
+        str | None, instance_option("With ray: the hosts of each rack, in place of node labels.", metavar="FILE.toml")
+    ] = None
     threads_per_rank: Annotated[int | None, _devices("CPU threads of each rank. By default an equal share.")] = None
     device: Annotated[Literal["cpu", "cuda"], _devices("Device that ranks compute on.")] = "cpu"
     dtype: Annotated[

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspan.args import EngineArgs
+from longspan.core.placement import Racks, parse_racks
 from longspan.errors import ParameterError
+from longspan.file_errors import unread
 
 if TYPE_CHECKING:
     from longspan.runtime.executor.ray_hosts import RayHosts
@@ -18,15 +21,16 @@ def reserve_hosts(given: EngineArgs) -> RayHosts:
         ParameterError: the options exclude each other, Ray is not installed, or its cluster is missing or too small.
     """
     if given.executor == "local":
-        problem = f"{given.ray_address} is for ranks on a Ray cluster: give `executor` ray, too"
-        raise ParameterError("ray_address", problem, given.ray_address)
+        name = "topology" if given.ray_address is None else "ray_address"
+        problem = f"{getattr(given, name)} is for ranks on a Ray cluster: give `executor` ray, too"
+        raise ParameterError(name, problem, getattr(given, name))
     for name in ("host_kv_gib", "disk_kv_gib"):
         if getattr(given, name):
             problem = (
                 "is not possible with `executor` ray, since the engine keeps that KV on its own host: leave it out"
             )
             raise ParameterError(name, problem, getattr(given, name))
-    resolved = given.resolve()
+    resolved, racks = given.resolve(), None if given.topology is None else read_racks(given.topology)
     try:
         from longspan.runtime.executor.ray_hosts import RayHosts  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
@@ -35,8 +39,17 @@ def reserve_hosts(given: EngineArgs) -> RayHosts:
     return RayHosts(
         resolved.phases or (resolved.cluster,),
         address=given.ray_address,
+        racks=Racks(racks),
         device=given.device,
         threads=given.threads_per_rank,
         load_format=given.load_format,
         seed=given.seed,
     )
+
+
+def read_racks(path: str) -> dict[str, str]:
+    """Return the name of the rack of each host address, by a topology file. Raise ParameterError for a wrong file."""
+    try:
+        return parse_racks(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError("topology", unread(Path(path), error), path) from None

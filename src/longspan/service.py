@@ -69,7 +69,7 @@ class Service:
     def _open(self, given: EngineArgs, acquired: ExitStack) -> None:
         """Do the work of the constructor. `acquired` holds the resources to release if it fails."""
         is_measured, placement = measures_memory(given), None
-        if given.executor != "local" or given.ray_address is not None:
+        if given.executor != "local" or given.ray_address is not None or given.topology is not None:
             from longspan.remote_ranks import reserve_hosts  # noqa: PLC0415 - needed for several hosts only
 
             hosts = acquired.enter_context(closing(reserve_hosts(given)))

@@ -69,6 +69,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "transfer_backends": None,
         "executor": "local",
         "ray_address": None,
+        "topology": None,
         "threads_per_rank": None,
         "dtype": "auto",
         "device": "cpu",
@@ -114,7 +115,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "--stop END --stop STOP --stop-token-ids 4,5 --ignore-eos --n 2 --min-p 0.1 --repetition-penalty 1.1 "
         "--presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 7=-1.5 --logit-bias 8=2 --logprobs 3 "
         "--prompt-logprobs 1 --json --instances 3 --tp 1 --threads-per-rank 2 --dtype bfloat16 --device cuda "
-        "--attention-backend torch --enforce-eager --executor ray --ray-address 10.0.0.1:6379 "
+        "--attention-backend torch --enforce-eager --executor ray --ray-address 10.0.0.1:6379 --topology racks.toml "
         "--load-format dummy --policy csps -o threshold=100 -o other=a=b "
         '--exchange chain --layout contiguous --fractions 0.6,0.4 --csa {"levels":2} --max-accuracy-loss 2.5 '
         "--max-model-len 4096 --block-size 512 "
@@ -155,6 +156,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "transfer_backends": None,
         "executor": "ray",
         "ray_address": "10.0.0.1:6379",
+        "topology": "racks.toml",
         "threads_per_rank": 2,
         "dtype": "bfloat16",
         "device": "cuda",

@@ -65,6 +65,7 @@ VALUES: dict[str, str | list[str]] = {
     "disk_kv_dir": "some/kv",
     "executor": "ray",
     "ray_address": "10.0.0.1:6379",
+    "topology": "racks.toml",
     "threads_per_rank": "3",
     "device": "cuda",
     "dtype": "bfloat16",

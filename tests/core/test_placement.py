@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ from longspan import LLM
 from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
 from longspan.core.locations import Location
-from longspan.core.placement import Placement, in_order_of_hosts, largest_share, rank_groups
+from longspan.core.placement import (
+    PlacedHost,
+    Placement,
+    Racks,
+    in_order_of_hosts,
+    largest_share,
+    parse_racks,
+    rank_groups,
+)
 from longspan.errors import ParameterError
 
 
@@ -60,6 +69,8 @@ def test_the_cluster_of_an_engine_has_the_given_places() -> None:
         ({"executor": "ray", "host_kv_gib": 1.0}, "host_kv_gib"),
         ({"executor": "ray", "host_kv_gib": 1.0, "disk_kv_gib": 1.0}, "host_kv_gib"),
         ({"executor": "mp"}, "executor"),
+        ({"topology": "racks.toml"}, "topology"),
+        ({"executor": "ray", "topology": "/nowhere/racks.toml"}, "topology"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(given: dict[str, Any], parameter: str) -> None:
@@ -74,3 +85,61 @@ def test_a_missing_package_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "longspan.runtime.executor.ray_actor", raising=False)
     with pytest.raises(ParameterError, match=r"executor ray needs .* missing \(ray\): pip install 'longspan\[ray\]'"):
         LLM(str(tiny), executor="ray", skip_tokenizer_init=True)
+
+
+FOUR = {name: PlacedHost(address=f"10.0.0.{number}") for number, name in enumerate("dcba", 1)}
+FILE = """
+[racks]
+left = ["10.0.0.1", "10.0.0.4"]
+right = ["10.0.0.2", "10.0.0.3", "10.0.0.9"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "order"),
+    [
+        ("d", {"d": 0, "a": 0, "c": 1, "b": 1}),
+        ("b", {"b": 0, "c": 0, "d": 1, "a": 1}),
+        ("?", {"d": 0, "a": 0, "c": 1, "b": 1}),
+    ],
+)
+def test_hosts_are_in_order_of_racks_with_the_own_rack_and_host_first(own: str, order: dict[str, int]) -> None:
+    racks = Racks(parse_racks(FILE))
+    racks.check(FOUR.values())
+    assert [*racks.in_order(FOUR, own).items()] == [*order.items()]
+
+
+def test_labels_name_racks_whose_numbers_stay_when_hosts_come() -> None:
+    racks, hosts = Racks(), {name: replace(host, label="z" if name in "ad" else "y") for name, host in FOUR.items()}
+    assert [*racks.in_order(hosts, "c").items()] == [("c", 0), ("b", 0), ("d", 1), ("a", 1)]
+    hosts["e"] = PlacedHost(address="10.0.0.5", label="m")
+    assert [*racks.in_order(hosts, "c").items()] == [("c", 0), ("b", 0), ("d", 1), ("a", 1), ("e", 2)]
+    assert {*Racks().in_order(FOUR, "c").values()} == {0}, "without labels there is one rack"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("racks", "not TOML"),
+        ("", "nothing"),
+        ("[hosts]", "hosts"),
+        ("[racks]", "racks"),
+        ("[racks]\na = '10.0.0.1'", "rack a"),
+        ("[racks]\na = ['node-1']", "node-1"),
+        ("[racks]\na = [3]", "3"),
+        ("[racks]\na = ['10.0.0.1']\nb = ['10.0.0.1']", "10.0.0.1"),
+    ],
+)
+def test_a_wrong_topology_is_refused_with_the_value_and_a_remedy(text: str, named: str) -> None:
+    with pytest.raises(ParameterError, match=rf"topology .*{named}.*(give|keep)") as refused:
+        parse_racks(text)
+    assert refused.value.parameter == "topology"
+
+
+def test_hosts_without_a_rack_are_named() -> None:
+    with pytest.raises(ParameterError, match=r"lacks 10\.0\.0\.7, .*add them"):
+        Racks(parse_racks(FILE)).check([*FOUR.values(), PlacedHost(address="10.0.0.7")])
+    labelled = [*FOUR.values(), PlacedHost(address="10.0.0.7", label="a")]
+    with pytest.raises(ParameterError, match=r"10\.0\.0\.1, .* have no label rack.*ray start --labels rack=NAME"):
+        Racks().check(labelled)
+    Racks().check(FOUR.values())

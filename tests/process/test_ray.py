@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from oracle import Oracle
 from longspan import LLM, SamplingParams
 from longspan.args import EngineArgs
 from longspan.errors import ParameterError, WorkerLostError
+from longspan.remote_ranks import reserve_hosts
 from longspan.service import Service
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray then listens on the loopback interface
@@ -31,7 +33,7 @@ PROMPT = [5 + token for token in np.random.default_rng(3).integers(0, 190, 120).
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
-    """Yield a cluster of two nodes with two CPUs each."""
+    """Yield a cluster of two nodes with two CPUs each, in two racks by their labels."""
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="ls-ray-", dir="/tmp")  # a longer path is too long for Ray's sockets
@@ -39,9 +41,9 @@ def ray_cluster() -> Iterator[Any]:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
-        cluster = Cluster(initialize_head=True, head_node_args=node)
-        cluster.add_node(**node)
-        cluster.node_options = node
+        cluster = Cluster(initialize_head=True, head_node_args={**node, "labels": {"rack": "left"}})
+        cluster.node_options = {**node, "labels": {"rack": "right"}}
+        cluster.add_node(**cluster.node_options)
         yield cluster
         ray.shutdown()
         cluster.shutdown()
@@ -91,6 +93,7 @@ def test_ranks_on_several_hosts_answer_exactly_and_end(
     with LLM(str(tiny), **options(two_hosts, **given)) as llm:
         cluster = llm.engine.config.cluster
         assert cluster.hosts == hosts
+        assert tuple(location.rack for location in cluster.locations) == hosts, "each host has a rack of its own"
         [output] = llm.generate([PROMPT], GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids == oracle.complete(PROMPT, 12).token_ids
         pids = llm.service.executor.pids
@@ -153,6 +156,21 @@ def test_a_cluster_that_is_too_small_is_named_with_its_resources(
     monkeypatch.setattr(ray_hosts, "_PLACE_TIMEOUT_S", 1.0)
     with pytest.raises(ParameterError, match=r"executor is ray, but .* 3 ranks with 2 CPU each.*2 CPU; 2 CPU"):
         LLM(str(tiny), **options(two_hosts, instances=3, threads_per_rank=2))
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(("address", "refused"), [("127.0.0.1", False), ("10.1.2.3", True)])
+def test_a_topology_file_replaces_labels_and_must_have_all_hosts(
+    address: str, refused: bool, two_hosts: str, tmp_path: Path
+) -> None:
+    (tmp_path / "racks.toml").write_text(f'[racks]\nleft = ["{address}"]\n')
+    given = EngineArgs("m", **options(two_hosts, parallel="2", threads_per_rank=2, topology=f"{tmp_path}/racks.toml"))
+    if refused:
+        with pytest.raises(ParameterError, match=r"topology lacks 127\.0\.0\.1, .*add them to a rack"):
+            reserve_hosts(given)
+    else:
+        with closing(reserve_hosts(given)) as hosts:
+            assert [location.host_id for location in hosts.placement.locations] == [(0, 0), (0, 1)]
     assert not ray.is_initialized()
 
 

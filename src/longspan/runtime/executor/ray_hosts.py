@@ -6,7 +6,6 @@ torch.distributed. Ray's object store carries no tensors.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import secrets
@@ -28,7 +27,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from longspan.core.cluster import Cluster
 from longspan.core.locations import Location
-from longspan.core.placement import Placement, in_order_of_hosts, largest_share, rank_groups
+from longspan.core.placement import (
+    RACK_LABEL,
+    PlacedHost,
+    Placement,
+    Racks,
+    in_order_of_hosts,
+    largest_share,
+    rank_groups,
+)
 from longspan.errors import ParameterError, WorkerLostError
 from longspan.model.source import ALIAS
 from longspan.runtime.executor.channel import Channel
@@ -59,6 +66,7 @@ class RayHosts:
 
     Args:
         clusters: the cluster, or the clusters of all phases on the same ranks.
+        racks: the racks of hosts.
         address: of the Ray cluster. None: RAY_ADDRESS, a cluster that runs on this machine, or a new one.
         device: `cuda` reserves one GPU per rank.
         threads: CPUs per rank. None: the largest equal number on CPUs, and 1 with GPUs.
@@ -73,6 +81,7 @@ class RayHosts:
         self,
         clusters: Sequence[Cluster],
         *,
+        racks: Racks,
         address: str | None,
         device: str,
         threads: int | None,
@@ -92,14 +101,16 @@ class RayHosts:
             if not reserved.wait(_PLACE_TIMEOUT_S):
                 raise _too_small(groups, self._resources(1), nodes.values())
             by_bundle = placement_group_table(reserved)["bundles_to_node_id"]
-            own = ray.get_runtime_context().get_node_id()
-            order = sorted({*by_bundle.values()}, key=lambda node: (node != own, _number(nodes.get(node)), node))
-            self._nodes = order
+            racks.check(map(_placed, nodes.values()))
+            places = {node["NodeID"]: _placed(node) for node in ray.nodes() if node["NodeID"] in by_bundle.values()}
+            rack_of = racks.in_order(places, ray.get_runtime_context().get_node_id())
+            self._nodes = order = [*rack_of]
             hosts = [order.index(by_bundle[bundle]) for bundle in range(len(groups))]
             self._reserved, self._bundles = reserved, list[int]()
             locations: list[Location] = []
             for group, bundle in zip(groups, in_order_of_hosts(groups, hosts), strict=True):
-                locations += [Location(host=hosts[bundle], device=rank) for rank in group]
+                host = hosts[bundle]
+                locations += [Location(rack=rack_of[order[host]], host=host, device=rank) for rank in group]
                 self._bundles += [bundle] * len(group)
             self.placement = Placement(locations=tuple(locations), threads=self._threads)
             self._names: list[str] = [nodes[node]["NodeManagerHostname"] if node in nodes else node for node in order]
@@ -274,6 +285,5 @@ def _too_small(groups: Sequence[range], per_rank: dict[str, float], nodes: Itera
     return ParameterError("executor", problem, "ray")
 
 
-def _number(node: dict[str, Any] | None) -> int:
-    """Return the address of a node as a number, by which near hosts are neighbours."""
-    return 0 if node is None else int(ipaddress.ip_address(node["NodeManagerAddress"]))
+def _placed(node: dict[str, Any]) -> PlacedHost:
+    return PlacedHost(address=node["NodeManagerAddress"], label=node["Labels"].get(RACK_LABEL))
