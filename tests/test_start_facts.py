@@ -31,7 +31,7 @@ GOOD = StartFacts(
     fallbacks=(),
     threads=4,
     cores=8,
-    has_profile=True,
+    profile="found",
 )
 NO_COMPILER = {
     "has_kernels": False,
@@ -41,7 +41,7 @@ BROKEN_COMPILER = {"has_kernels": False, "kernels_reason": "g++ failed: error: u
 SLOW_DTYPE = {"has_kernels": False, "kernels_reason": "longspan's own are for bfloat16", "dtype": "float32"}
 OLD_PROCESSOR = {"has_kernels": False, "kernels_reason": "the processor has no AVX512_BF16", "can_have_kernels": False}
 FALLBACK = {"fallbacks": ("layers [1] are computed by PyTorch's operators",)}
-NO_PROFILE = {"has_profile": False}
+NO_PROFILE = {"profile": None}
 ADVICE: dict[str, tuple[dict[str, Any], str | None]] = {
     "nothing to change": ({}, None),
     "no compiler": (NO_COMPILER, "install g++"),

@@ -13,6 +13,7 @@ from longspan import limits, native
 from longspan.core.fleets import fleet_text
 
 if TYPE_CHECKING:
+    from longspan.policy.facts import Facts
     from longspan.resolve import ResolvedEngine
 
 
@@ -30,6 +31,7 @@ class StartFacts:
         kernels_reason: the reason why they are not used. Empty if they are.
         can_have_kernels: the processor has the instructions of longspan's kernels.
         fallbacks: sentences on parts of the model that the kernels do not compute.
+        profile: `found`, with the group sizes whose times it lacks on these hosts. None without a profile.
         hint: a sentence of the policy about options that were not given.
     """
 
@@ -51,7 +53,7 @@ class StartFacts:
     fallbacks: tuple[str, ...]
     threads: int
     cores: int
-    has_profile: bool
+    profile: str | None
     hint: str | None = None
 
     def block(self) -> str:
@@ -65,7 +67,7 @@ class StartFacts:
             ("kernels", self._kernels()),
             *(("fallback", text) for text in self.fallbacks),
             ("threads", f"{self.threads} per rank; this process may use {self.cores} cores"),
-            ("profile", "found" if self.has_profile else "none: policies use typical speeds of such a machine"),
+            ("profile", self.profile or "none: policies use typical speeds of such a machine"),
         ]
         if self.hint is not None:
             lines.append(("hint", self.hint))
@@ -101,7 +103,7 @@ def _changes(facts: StartFacts) -> Iterator[str]:
         yield from _changes_of_kernels(facts)
     if facts.fallbacks:
         yield "choose a model whose layers the kernels compute (docs/models.md): a decode step can take half the time"
-    if not facts.has_profile and facts.num_instances > 1:
+    if facts.profile is None and facts.num_instances > 1:
         yield f"run longspan profile {facts.model}, with these options: policies then use measured speeds"
 
 
@@ -142,6 +144,17 @@ def facts_of(setup: ResolvedEngine, fallbacks: Sequence[str]) -> StartFacts:
         fallbacks=tuple(fallbacks),
         threads=setup.threads,
         cores=limits.cores(),
-        has_profile=setup.facts.profile is not None,
+        profile=_profile_text(setup.facts),
         hint=setup.policy.hint,
     )
+
+
+def _profile_text(facts: Facts) -> str | None:
+    if facts.profile is None:
+        return None
+    from longspan.policy.group_times import unmeasured_on_hosts  # noqa: PLC0415 - only on machines with a profile
+
+    if not (sizes := unmeasured_on_hosts(facts)):
+        return "found"
+    text = ", ".join(map(str, sizes))
+    return f"found, without times of {text} instances on several hosts: policies go by rules and typical speeds for them"

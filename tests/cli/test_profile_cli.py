@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +62,7 @@ class Machine(FakeLLM):
         Machine.started.append(self)
         self.num_instances = int(self.arguments["parallel"].partition("x")[0])
         cluster = Cluster.of(self.arguments["parallel"], num_blocks=[self.num_blocks] * self.num_instances)
+        cluster = replace(cluster, locations=locations(cluster.num_ranks))
         step = self.chain_step if self.arguments["policy"] == "runahead" else STEP
         config = SimpleNamespace(block_size=BLOCK_SIZE, cluster=cluster, max_num_batched_tokens=step)
         self.engine = SimpleNamespace(config=config, set_policy=lambda _: self.set_policy("chunked", {}))
@@ -413,3 +416,30 @@ def test_a_batch_is_seeded_on_one_instance(tmp_path: Path) -> None:
     with ThreadLLM(str(folder), instances=2, skip_tokenizer_init=True, block_size=16) as llm:
         task = Decode(members=1, exchange="local", batch=4, context_tokens=20, seconds=())
         assert _timed_decode(llm, task, 0) > 0
+
+
+@pytest.mark.parametrize("places", ["2", "0-0,0-0,0-1,0-1"])
+def test_measurements_say_whether_a_group_was_on_one_host(
+    places: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Smaller groups are on the first hosts of the whole run. Singles have one busy neighbour on their host."""
+    arguments = ("profile", "m", "--parallel", "4", "--repeats", "1", "--threads-per-rank", "1", *LENGTHS)
+    monkeypatch.setenv("LONGSPAN_HOSTS", places)
+    assert run(*arguments, "--json") == 0
+    assert os.environ["LONGSPAN_HOSTS"] == places
+    profile, shown = stored(), json.loads(capsys.readouterr().out)
+    classes = {(prefill.members, prefill.link_class, prefill.beside) for prefill in profile.prefills}
+    several = {(members, "other_host", 0) for members in (3, 4)}
+    assert classes == {(1, "same_host", 1), (2, "same_host", 0), *several}
+    assert {(decode.members, decode.link_class, decode.beside) for decode in profile.decodes} == classes
+    assert set(profile.links) == kinds_of_links(locations(4))
+    assert ("point_to_point", 2, "other_host") in profile.links and ("point_to_point", 2, "same_host") in profile.links
+    assert {(fit["members"], fit["link_class"]) for fit in shown["fits"]} == {kind[:2] for kind in classes}
+    num_before = num_prompts(profile)
+    monkeypatch.delenv("LONGSPAN_HOSTS")
+    assert run(*arguments) == 0
+    both = stored()
+    assert {prefill.link_class for prefill in both.prefills if prefill.members > 1} == {"same_host", "other_host"}
+    assert num_prompts(both) > num_before, "times on one host are measured apart"
+    text = capsys.readouterr().out
+    assert "other_host: Fits" in text and "point_to_point, other_host" in text

@@ -6,13 +6,20 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from host_ranks import HostLauncher
+from host_ranks import HostLauncher, placed, start_on
 from hosts import INTERFACE, Host, network_hosts, why_not
 from oracle import Oracle, assert_exact
 from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
+from longspan.core.imitated_hosts import locations_of_ranks
+from longspan.cost.profile import Profile
+from longspan.cost.profile_key import ProfileKey
+from longspan.errors import ParameterError
+from longspan.profiling.run import measure_links
 from longspan.service import Service
+
+KEY = ProfileKey(model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="m")
 
 
 def received_bytes(host: Host) -> int:
@@ -46,3 +53,29 @@ def test_ranks_on_two_hosts_send_kv_over_the_link_and_are_exact(
             sent = llm.bytes_between_hosts["total"]
     assert_exact(output, oracle.complete(prompt, 4))
     assert 1.5 * sent > sum(received) > sent > 0
+
+
+def test_racks_of_a_topology_file_order_hosts(tmp_path: Path) -> None:
+    hosts = [Host("", f"10.99.0.{number}", "", "") for number in (1, 2, 3)]
+    (tmp_path / "racks.toml").write_text('[racks]\na = ["10.99.0.2"]\nb = ["10.99.0.1", "10.99.0.3"]\n')
+    text, ordered = placed(hosts, 6, tmp_path / "racks.toml")
+    assert text == "0-0,0-0,0-1,0-1,1-2,1-2"
+    assert [host.address for host in ordered] == ["10.99.0.1", "10.99.0.3", "10.99.0.2"]
+    assert placed(hosts[:2], 2) == ("0-0,0-1", hosts[:2])
+    (tmp_path / "racks.toml").write_text('[racks]\na = ["10.99.0.2"]\n')
+    with pytest.raises(ParameterError, match=r"topology lacks 10\.99\.0\.1, 10\.99\.0\.3"):
+        placed(hosts, 6, tmp_path / "racks.toml")
+
+
+@pytest.mark.full
+def test_a_slow_link_between_hosts_is_measured_apart_from_links_of_one_host() -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with network_hosts(2, gigabits=0.2) as hosts:
+        text, ordered = placed(hosts, 2)
+        profile = Profile(profile_key=KEY)
+        profile = measure_links(profile, locations_of_ranks(2, text), start_on(ordered))
+        profile = measure_links(profile, locations_of_ranks(2, "1"))
+    between, inside = (profile.link("point_to_point", 2, link_class) for link_class in ("other_host", "same_host"))
+    assert between is not None and inside is not None
+    assert between.bytes_per_s < 0.2e9 / 8 * 1.5 and inside.bytes_per_s > 4 * between.bytes_per_s

@@ -11,6 +11,7 @@ import torch
 from forked import run_ranks
 
 from longspan.args import locations
+from longspan.core.imitated_hosts import locations_of_ranks
 from longspan.core.link_classes import LinkClass
 from longspan.cost.profile import Transfer, TransferKind
 from longspan.errors import WorkerLostError
@@ -50,6 +51,15 @@ def test_transfers_of_every_kind_are_timed(
     for by_size in calls.values():
         assert max(by_size) == 2**24 >= 1000 * min(by_size) and len(by_size) >= 3
         assert len(set(by_size.values())) == 1 and min(by_size.values()) >= 5
+
+
+@pytest.mark.full
+def test_links_between_hosts_are_timed_apart_from_links_within() -> None:
+    places = locations_of_ranks(3, "0-0,0-0,0-1")
+    found = {(each.kind, each.members, each.link_class) for each in time_links(places, "cpu")}
+    assert found == kinds_of_links(places)
+    pairs = {link_class for kind, _, link_class in found if kind == "point_to_point"}
+    assert pairs == {"same_host", "other_host"}
 
 
 @pytest.fixture

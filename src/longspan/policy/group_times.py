@@ -33,3 +33,12 @@ def measured_rates(facts: Facts, hosts: tuple[int, ...]) -> Rates | None:
     is_single = facts.cluster is None or len(set(hosts)) == 1
     between = SAME_HOST if is_single else between_hosts(facts.cluster, len(hosts))
     return rates_of_profile(facts.profile, facts.shape, len(hosts), between)
+
+
+def unmeasured_on_hosts(facts: Facts) -> list[int]:
+    """Return the sizes of groups on several hosts that the profile has no times of. Empty on one host."""
+    if facts.cluster is None or (profile := nearest_times(facts)) is None:
+        return []
+    measured = {prefill.members for prefill in profile.prefills}
+    classes = links_by_size(facts.cluster)
+    return [size for size, link_class in classes.items() if link_class != SAME_HOST and size not in measured]
