@@ -157,4 +157,6 @@ def _profile_text(facts: Facts) -> str | None:
     if not (sizes := unmeasured_on_hosts(facts)):
         return "found"
     text = ", ".join(map(str, sizes))
-    return f"found, without times of {text} instances on several hosts: policies go by rules and typical speeds for them"
+    return (
+        f"found, without times of {text} instances on several hosts: policies go by rules and typical speeds for them"
+    )

@@ -419,7 +419,7 @@ def test_a_batch_is_seeded_on_one_instance(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("places", ["2", "0-0,0-0,0-1,0-1"])
-def test_measurements_say_whether_a_group_was_on_one_host(
+def test_measurements_have_the_class_of_link_of_their_group(
     places: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Smaller groups are on the first hosts of the whole run. Singles have one busy neighbour on their host."""

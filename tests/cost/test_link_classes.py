@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_fitted_cost import fitted, part, profile
+from test_fitted_cost import PREFILL, fitted, part, profile
 
 from longspan.core.cluster import Cluster
-from longspan.core.exchange import RING_KV, RING_Q
+from longspan.core.exchange import LOCAL, RING_KV, RING_Q
 from longspan.core.imitated_hosts import locations_of_ranks
 from longspan.core.link_classes import LinkClass, link_of_group, links_by_size
 from longspan.core.steps import Forward
@@ -19,6 +19,7 @@ from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.partition_table import Entry, PartitionTable
 from longspan.cost.profile import Prefill, Profile, Transfer
 from longspan.errors import ParameterError
+from longspan.policy.auto.estimates import group_times
 from longspan.policy.choosing import Chooser
 from longspan.policy.facts import Facts
 from longspan.policy.group_times import unmeasured_on_hosts
@@ -173,6 +174,14 @@ def test_groups_on_hosts_without_times_are_named_and_not_chosen() -> None:
         facts = Facts(profile=profile(), cluster=placed("2", places))
         assert unmeasured_on_hosts(facts) == missing
         assert Chooser(2, facts, SharingOptions()).members(100_000) == members
+
+
+def test_auto_scales_unmeasured_groups_by_times_over_the_same_link() -> None:
+    [here, there] = [
+        group_times(Facts(profile=profile(), cluster=placed("4", places)), {RING_KV}, 4)[4].token_s for places in "12"
+    ]
+    alone = profile().over("same_host").fits()[1, LOCAL].token_s
+    assert here == pytest.approx(PREFILL[2][1] / 2, rel=1e-3) and there == pytest.approx(alone / 4)
 
 
 def test_partitions_of_one_host_are_not_used_for_several() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from fake_llm import run
 from leftovers import left_names, wait_until_gone
 from oracle import Oracle
 
@@ -172,6 +174,21 @@ def test_a_topology_file_replaces_labels_and_must_have_all_hosts(
         with closing(reserve_hosts(given)) as hosts:
             assert [location.host_id for location in hosts.placement.locations] == [(0, 0), (0, 1)]
     assert not ray.is_initialized()
+
+
+@pytest.mark.full
+def test_a_profile_of_two_hosts_is_of_groups_in_two_racks(
+    two_hosts: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
+    arguments = ["--executor", "ray", "--ray-address", two_hosts, "--threads-per-rank", "2", "--parallel", "2"]
+    sizes = ["--lengths", "32,64", "--repeats", "1", "--block-size", "16", "--dtype", "float32"]
+    assert run("profile", str(tiny), *arguments, *sizes, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    classes = {(each["members"], each["link_class"]) for each in shown["prefills"] + shown["decodes"]}
+    assert classes == {(1, "same_host"), (2, "other_rack")}
+    assert {each["beside"] for each in shown["prefills"]} == {0}, "each host has one instance"
+    assert not shown["transfers"] and not ray.is_initialized()
 
 
 @pytest.mark.parametrize("kind", ["ConnectionError", "AuthenticationError"])

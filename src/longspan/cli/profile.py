@@ -73,6 +73,8 @@ def profile(
     given = resolved.cluster.spec
     # These instances compute concurrently, as stages do.
     spec = replace(given, instances=given.instances * given.pp, pp=1)
+    if partitions and engine.executor != "local":
+        raise ParameterError("partitions", "is for ranks on this host: leave it out with --executor ray", partitions)
     if partitions and spec.instances == 1:
         raise ValueError("--partitions needs several instances, but there is 1: give --parallel")
     if partitions and engine.max_num_batched_tokens is not None:
@@ -85,7 +87,10 @@ def profile(
     repeats = 1 if quick else repeats
     says = {"say": note, "say_progress": note_progress}
     measured = run.measure(start_instances, spec.instances, chosen, repeats, quick=quick, **says)
-    measured = run.measure_links(measured, locations[:: given.tp])
+    if engine.executor == "local":
+        measured = run.measure_links(measured, locations[:: given.tp])
+    else:
+        note("links between hosts of Ray are not measured: policies use typical speeds of links")
     if partitions:
         # Steps must hold whole prompts, because `set_policy`, which sets the tried partitions, keeps their size.
         chains = replace(alike, policy="runahead", policy_options={"partition": "even"})
@@ -115,8 +120,9 @@ def _check(engine: EngineArgs) -> None:
     if engine.policy_options:
         [key, value], *_ = engine.policy_options.items()
         raise ValueError(f"profile sets options of policies itself: leave out -o {key}={value}")
-    if engine.executor != "local":
-        raise ValueError(f"profile measures this machine: leave out --executor {engine.executor}")
+    if engine.executor != "local" and engine.threads_per_rank is None:
+        problem = "must be given with --executor ray: groups of every size are measured with the same number"
+        raise ParameterError("threads_per_rank", problem)
     if not engine.enable_prefix_caching:
         raise ValueError("profile measures prompts with cached prefixes: leave out --no-enable-prefix-caching")
 
@@ -136,7 +142,7 @@ def _start(
 
 @contextmanager
 def _imitated(locations: Sequence[Location]) -> Iterator[None]:
-    """Imitate the hosts of these locations while a block runs, if LONGSPAN_HOSTS imitates hosts."""
+    """Set LONGSPAN_HOSTS to these locations while a block runs. Without the variable, change nothing."""
     if not (before := os.environ.get(_HOSTS)):
         yield
         return
@@ -215,8 +221,8 @@ def _fits(profile: Profile, where: str) -> Table:
 
 
 def _decodes(profile: Profile, where: str) -> Table:
-    fit = "a + b B + c B C for B requests after C tokens, + w for several computing members"
-    title = f"{where}Seconds between tokens: {fit}"
+    formula = "a + b B + c B C for B requests after C tokens, + w for several computing members"
+    title = f"{where}Seconds between tokens: {formula}"
     table = number_table(title, "", "a, ms", "b, ms", "c, µs", "mean error", "largest", "w, ms")
     waits_s = profile.waits_s()
     for (members, exchange), fit in profile.decode_fits().items():

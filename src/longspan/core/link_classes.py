@@ -12,7 +12,7 @@ from longspan.core.locations import Location
 LinkClass = Literal["same_host", "other_host", "other_rack"]
 """The slowest class of link between the ranks of a group. `other_host` is in the same rack."""
 LINK_CLASSES: tuple[LinkClass, ...] = get_args(LinkClass)
-"""All classes, from fast to slow."""
+"""Classes from fast to slow."""
 SAME_HOST: LinkClass = "same_host"
 
 

@@ -101,7 +101,7 @@ class Racks:
         """By name of the rack. Numbers do not change when hosts come and go."""
 
     def check(self, hosts: Iterable[PlacedHost]) -> None:
-        """Raise ParameterError for hosts that are not in the file, or that have no label while others have one."""
+        """Raise ParameterError for hosts that are not in the file, or if only a part of the hosts has labels."""
         hosts = list(hosts)
         unknown = sorted({host.address for host in hosts if self._name(host) is None})
         if self._by_address is not None and unknown:

@@ -31,8 +31,7 @@ class _Fits(NamedTuple):
 class FittedCost:
     """A cost for simulations, in which instances take the time that a profile measured for a group of the same size.
 
-    - Times of groups and links count for the class of link that they were measured over: on one host, on several hosts,
-      or in several racks.
+    - Times of groups and links count for the class of link that they were measured over.
     - Blocks are not split, so the busiest member has the most tokens. Predicted and measured prompts count with the
       busiest member's tokens on every member, except for chains that are cut unevenly on purpose.
     - A step is one row of tokens and has one start time, of the largest prefill, or else of decodes.

@@ -30,8 +30,9 @@ def measured_rates(facts: Facts, hosts: tuple[int, ...]) -> Rates | None:
         return None
     from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415 - few policies ask
 
-    is_single = facts.cluster is None or len(set(hosts)) == 1
-    between = SAME_HOST if is_single else between_hosts(facts.cluster, len(hosts))
+    between = SAME_HOST
+    if facts.cluster is not None and len(set(hosts)) > 1:
+        between = between_hosts(facts.cluster, len(hosts))
     return rates_of_profile(facts.profile, facts.shape, len(hosts), between)
 
 

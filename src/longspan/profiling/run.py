@@ -41,6 +41,7 @@ from longspan.profiling.plan import (
 )
 from longspan.profiling.store import load_partitions, load_profile, save_partitions, save_profile
 from longspan.progress import MinuteLines, Say, duration
+from longspan.runtime.child import start_child
 
 
 class Instances(Protocol):
@@ -150,9 +151,7 @@ def _measure_missing(
     return profile
 
 
-def measure_links(
-    profile: Profile, locations: Sequence[Location], start: links.StartRank = links.start_child
-) -> Profile:
+def measure_links(profile: Profile, locations: Sequence[Location], start: links.StartRank = start_child) -> Profile:
     """Add the speeds of links between ranks at these locations, unless they were measured before.
 
     Args:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.core.exchange import Exchange
+from longspan.core.link_classes import links_by_size
 from longspan.cost.profile import DecodeFit, PrefillTime
 from longspan.policy.facts import Facts
 from longspan.policy.group_times import nearest_times
@@ -113,13 +114,18 @@ def _chunked_s(times: PrefillTime, new_tokens: int, cached_tokens: int, chunk: f
 
 
 def group_times(facts: Facts, exchanges: Collection[Exchange], num_instances: int) -> dict[int, PrefillTime]:
-    """Predict prefills on 1, all, and the sizes of `sp_times`."""
+    """Predict prefills on 1, all, and the sizes of `sp_times`.
+
+    An unmeasured size is scaled from the largest measured size over the same class of link, or from one instance.
+    """
     times = sp_times(facts, exchanges, "auto", num_instances)
     measured = measured_times(facts, exchanges)
     missing = {1, num_instances} - times.keys()
     times |= {size: found for size, found in measured.items() if size in missing}
-    largest = max(measured, default=0)
+    classes = {} if facts.cluster is None else links_by_size(facts.cluster)
     for size, expected in expected_times(facts, missing - times.keys()).items():
+        alike = [other for other in measured if other == 1 or classes.get(other) == classes.get(size)]
+        largest = max(alike, default=0)
         times[size] = _scaled(measured[largest], largest / size) if largest else expected
     return dict(sorted(times.items()))
 
