@@ -275,7 +275,7 @@ def _facts(
 
         hardware = profile.speeds(shape, slowest_link(cluster.locations))
     if any(phase.num_instances > 1 for phase in (cluster, *phases)):
-        from longspan.core.link_classes import links_by_size  # noqa: PLC0415 - only for several instances
+        from longspan.core.group_links import links_by_size  # noqa: PLC0415 - only for several instances
 
         partitions = load_partitions(key, block_size).of_sizes(links_by_size(cluster))
     return Facts(

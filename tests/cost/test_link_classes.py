@@ -11,8 +11,9 @@ from test_fitted_cost import PREFILL, fitted, part, profile
 
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_KV, RING_Q
+from longspan.core.group_links import link_of_group, links_by_size
 from longspan.core.imitated_hosts import locations_of_ranks
-from longspan.core.link_classes import LinkClass, link_of_group, links_by_size
+from longspan.core.link_classes import LinkClass
 from longspan.core.steps import Forward
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.fitted_cost import FittedCost

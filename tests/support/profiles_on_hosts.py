@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from longspan.core.cluster import Cluster
-from longspan.core.link_classes import links_by_size
+from longspan.core.group_links import links_by_size
 from longspan.cost.profile import Profile
 
 

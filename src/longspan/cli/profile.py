@@ -15,7 +15,8 @@ from rich.table import Table
 from longspan.args import EngineArgs
 from longspan.cli.options import ModelArgument, start, verb
 from longspan.cli.outputs import note, note_progress, number_table
-from longspan.core.link_classes import SAME_HOST, links_by_size
+from longspan.core.group_links import links_by_size
+from longspan.core.link_classes import SAME_HOST
 from longspan.core.options import Option, length_list
 from longspan.errors import ParameterError
 

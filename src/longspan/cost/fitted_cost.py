@@ -9,8 +9,9 @@ from typing import NamedTuple
 from longspan.core.blocks import coupled_instances
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, Exchange
+from longspan.core.group_links import link_of_group
 from longspan.core.layouts import shard_span
-from longspan.core.link_classes import LINK_CLASSES, SAME_HOST, LinkClass, link_of_group, slowest_link
+from longspan.core.link_classes import LINK_CLASSES, SAME_HOST, LinkClass, slowest_link
 from longspan.core.runs import SpanShards
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from longspan.core.link_classes import SAME_HOST, LinkClass, between_hosts, link_of_group, links_by_size
-from longspan.cost.csa_pipeline import Rates
+from typing import TYPE_CHECKING
+
+from longspan.core.group_links import between_hosts, link_of_group, links_by_size
+from longspan.core.link_classes import SAME_HOST, LinkClass
 from longspan.cost.profile import Kind, Profile, Times
 from longspan.policy.facts import Facts
+
+if TYPE_CHECKING:
+    from longspan.cost.csa_pipeline import Rates
 
 
 def nearest_times(facts: Facts) -> Profile | None:

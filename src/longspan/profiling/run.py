@@ -17,7 +17,8 @@ from tqdm import tqdm
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
 from longspan.core.exchange import ALLTOALL, CHAIN, LOCAL, RING_KV
-from longspan.core.link_classes import LinkClass, link_of_group, links_by_size
+from longspan.core.group_links import link_of_group, links_by_size
+from longspan.core.link_classes import LinkClass
 from longspan.core.locations import Location
 from longspan.core.sampling import SamplingParams
 from longspan.cost.partition_table import Entry, PartitionTable

@@ -12,8 +12,9 @@ from functools import partial
 
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import CHAIN, of_any_layout
+from longspan.core.group_links import links_by_size
 from longspan.core.kv_record import KvRecord, LayerRecord
-from longspan.core.link_classes import links_by_size, slowest_link
+from longspan.core.link_classes import slowest_link
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.core.exchange import Exchange
-from longspan.core.link_classes import links_by_size
+from longspan.core.group_links import links_by_size
 from longspan.cost.profile import DecodeFit, PrefillTime
 from longspan.policy.facts import Facts
 from longspan.policy.group_times import nearest_times
