@@ -1,4 +1,5 @@
 # make demo   one long prompt over two instances        make lint    ruff, mypy --strict, import contracts, docstrings
+# make demo-hosts the same over two hosts, as root       make serve  a server for OpenAI's clients, port 8000
 # make test   lint and tests: all pairs of options      make test-all all combinations and many more random examples
 # make format let ruff fix and format the code
 # make bench  longspan compared with vLLM and peers     make peers   the environment with vLLM and llama.cpp
@@ -8,7 +9,7 @@
 # make claims every claim of every paper, docs/claims.md
 # make models every model type of transformers, docs/models.md
 # make site   the documentation, built into site/       make site-tools the environment for make site
-# make serve  a server for OpenAI's clients, port 8000  make clean   remove the environments and all caches
+# make clean  remove the environments and all caches
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -22,7 +23,7 @@ PIP_M := -m pip -qq --disable-pip-version-check --no-input
 PIP   := $(BIN)/python $(PIP_M)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all tests lint format docs claims models picture site site-tools bench peers evals clients fuzz attack clean
+.PHONY: help demo demo-hosts serve test test-all tests lint format docs claims models picture site site-tools bench peers evals clients fuzz attack clean
 
 help:
 	@sed -n '/^#/!q;s/^# //p' Makefile
@@ -40,6 +41,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
+
+demo-hosts: $(STAMP)
+	$(BIN)/python examples/hosts_demo.py
 
 serve: $(STAMP)
 	$(BIN)/longspan serve --port 8000

@@ -23,13 +23,23 @@ def main() -> int:
     options = _options()
     print(f"Starting {options.instances} instances of smollm2-135m ...")
     with LLM("smollm2-135m", dtype="float32", instances=options.instances) as llm:
-        manual = first_paragraphs("\n\n".join(topics.values()), NUM_TOKENS, llm)
-        prompt = hide(options.key, manual, options.depth) + QUESTION
-        print(f"Pass key {options.key} is hidden in {len(llm.tokenize(prompt)):,} tokens of Python's manual.")
-        print(f"\n{QUESTION}", end="", flush=True)
-        answer = ask(llm, prompt)
+        answer = ask_for(options.key, llm, options.depth)
         print_statistics(answer, llm)
-    is_found = answer.outputs[0].text.strip() == str(options.key)
+    return report(answer, options.key)
+
+
+def ask_for(key: int, llm: LLM, depth: float) -> RequestOutput:
+    """Hide the key in the manual and ask for it. Return the answer, which is printed while it is generated."""
+    manual = first_paragraphs("\n\n".join(topics.values()), NUM_TOKENS, llm)
+    prompt = hide(key, manual, depth) + QUESTION
+    print(f"Pass key {key} is hidden in {len(llm.tokenize(prompt)):,} tokens of Python's manual.")
+    print(f"\n{QUESTION}", end="", flush=True)
+    return ask(llm, prompt)
+
+
+def report(answer: RequestOutput, key: int) -> int:
+    """Print whether the answer is the key. Return the exit code: 0 if it is."""
+    is_found = answer.outputs[0].text.strip() == str(key)
     print("The key was found." if is_found else "The key was not found.")
     return 0 if is_found else 1
 

@@ -1,12 +1,11 @@
 """Ranks of an engine on the hosts of `hosts.network_hosts`, without Ray.
 
-    os.environ["LONGSPAN_HOSTS"] = "2"
-    with network_hosts(2) as hosts:
-        service = Service(EngineArgs(parallel="2"), launcher=partial(HostLauncher, hosts=hosts))
+    with network_hosts(2) as hosts, llm_on(hosts)(parallel="2") as llm:
+        llm.generate("A prompt.")
 
 `placed` takes racks from a topology file, and `start_on` starts the processes of `longspan.profiling.links`. Ranks of
-different hosts send messages by the links between the hosts. The controller stays outside: its sockets and the
-rendezvous are files, which all hosts share. This module is also the program of a rank.
+different hosts send messages by the links between the hosts. The controller is a process outside, but its sockets are
+on the first host: encrypted, over TCP, as with Ray. This module is also the program of a rank.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 from hosts import INTERFACE, Host
@@ -24,9 +24,32 @@ from hosts import INTERFACE, Host
 from longspan.core.placement import PlacedHost, Racks
 from longspan.profiling.links import StartRank
 from longspan.remote_ranks import read_racks
+from longspan.runtime.executor.channel import Channel
 from longspan.runtime.executor.forkserver import StartWorker
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.messages import WorkerConfig
+
+if TYPE_CHECKING:
+    from longspan import LLM
+
+
+def llm_on(hosts: Sequence[Host], locations: str = "", script: Path = Path(__file__)) -> type[LLM]:
+    """Return an `LLM` whose ranks are on these hosts.
+
+    It sets `LONGSPAN_HOSTS`, which further engines of this process use, too.
+
+    Args:
+        locations: the value of `LONGSPAN_HOSTS`. By default the hosts split the ranks evenly, in order.
+        script: see `HostLauncher`.
+    """
+    from longspan import LLM  # noqa: PLC0415 - a rank needs none
+    from longspan.service import Service  # noqa: PLC0415
+
+    class HostsLLM(LLM):
+        make_service = partial(Service, launcher=partial(HostLauncher, hosts=hosts, script=script))
+
+    os.environ["LONGSPAN_HOSTS"] = locations or str(len(hosts))
+    return HostsLLM
 
 
 def placed(hosts: Sequence[Host], num_ranks: int, topology: Path | None = None) -> tuple[str, list[Host]]:
@@ -64,11 +87,15 @@ class HostLauncher(ProcessLauncher):
     """
 
     def __init__(self, config: WorkerConfig, hosts: Sequence[Host], script: Path = Path(__file__)) -> None:
-        super().__init__(config)
         self._hosts, self._script = hosts, script
+        super().__init__(config, listen=hosts[0].address)
 
     def start(self, rank: int) -> _Worker:  # type: ignore[override]  # not forked, but with the same interface
         return _Worker(self.command(rank), self._hosts[self.cluster.hosts[rank]], self._script)
+
+    def _open_channel(self, listen: str | None) -> Channel:
+        with self._hosts[0].inside():
+            return super()._open_channel(listen)
 
 
 class _Worker:

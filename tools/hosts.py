@@ -11,6 +11,7 @@ returns the reason if the hosts cannot be made.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import re
@@ -34,6 +35,8 @@ INTERFACE = "eth0"
 _BRIDGE = "bridge"
 _BURST, _LATENCY = "256kb", "100ms"
 """Bytes that a shaped link sends at once, and the longest wait in its queue. Later packets are dropped."""
+_NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET of Linux: the kind of namespace that `Host.inside` enters."""
 _END_TIMEOUT_S = 10.0
 """Seconds for killed processes to disappear."""
 _COMMAND_TIMEOUT_S = 20.0
@@ -72,6 +75,20 @@ class Host:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on this host. Its output is text."""
         return subprocess.run(self.command(*command), capture_output=True, text=True, check=check, timeout=timeout_s)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Let sockets that this thread opens in the block belong to this host. They stay there after the block."""
+        with Path("/proc/thread-self/ns/net").open() as before, Path("/run/netns", self.namespace).open() as there:
+            _enter(there.fileno())
+            try:
+                yield
+            finally:
+                _enter(before.fileno())
+
+    def received_bytes(self) -> int:
+        """Return the bytes that this host has received from other hosts, with all headers."""
+        return int(self.run("cat", f"/sys/class/net/{INTERFACE}/statistics/rx_bytes").stdout)
 
     def limit(self, gigabits: float | None) -> None:
         """Limit this host's sending and receiving, each to this rate in Gb/s, or remove both limits if None."""
@@ -157,6 +174,13 @@ def namespaces() -> list[str]:
     """Return the names of all namespaces that this module has made on this machine."""
     folder = Path("/run/netns")
     return sorted(path.name for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def _enter(namespace: int) -> None:
+    """Move this thread to a network namespace, which is an open file. Python has `os.setns` since 3.12."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, _NEW_NETWORK):
+        raise OSError(ctypes.get_errno(), "setns failed")
 
 
 def _make_namespace(name: str, made: ExitStack) -> str:
