@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import psutil
 
@@ -48,6 +48,21 @@ _networks = itertools.count()
 
 class HostsError(OSError):
     """This machine cannot make the hosts. The message has the failed command and its error."""
+
+
+class Listener(NamedTuple):
+    """A socket that waits for clients.
+
+    Attributes:
+        kind: `tcp` or `udp`.
+        address: the address that it listens on. `*` or a zero address means all interfaces.
+        pids: the processes that have it open.
+    """
+
+    kind: str
+    address: str
+    port: int
+    pids: tuple[int, ...]
 
 
 class Host:
@@ -85,6 +100,16 @@ class Host:
                 yield
             finally:
                 _enter(before.fileno())
+
+    def listeners(self) -> list[Listener]:
+        """Return all TCP and UDP sockets on this host that wait for clients, as `ss` lists them."""
+        found = []
+        for line in self.run("ss", "-HOtulpn").stdout.splitlines():
+            kind, _, _, _, local, *_ = line.split()
+            address, _, port = local.rpartition(":")
+            pids = tuple(sorted({int(pid) for pid in re.findall(r"pid=(\d+)", line)}))
+            found.append(Listener(kind, address.partition("%")[0].strip("[]"), int(port), pids))
+        return found
 
     def received_bytes(self) -> int:
         """Return the bytes that this host has received from other hosts, with all headers."""

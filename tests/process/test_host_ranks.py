@@ -1,16 +1,23 @@
-"""Ranks on hosts of a test, without Ray."""
+"""Ranks on hosts of a test, without Ray: exact answers, counted bytes, and closed ports."""
 
 from __future__ import annotations
 
+import os
 import statistics
-from functools import partial
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from host_ranks import HostLauncher, placed, start_on
-from hosts import INTERFACE, Host, network_hosts, why_not
+import zmq
+from exchange_bytes import bytes_of_layer, tokens_of_members
+from host_ranks import llm_on, placed, start_on
+from hosts import Host, network_hosts, why_not
 from oracle import Oracle, assert_exact
 from texts import topic_tokens
+from zmq.utils.monitor import recv_monitor_message
 
 from longspan import LLM, SamplingParams
 from longspan.core.imitated_hosts import locations_of_ranks
@@ -18,42 +25,170 @@ from longspan.cost.profile import Profile
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
 from longspan.profiling.run import measure_links
-from longspan.service import Service
 
 KEY = ProfileKey(model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="m")
+EXCHANGES = ("ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain")
+TOKENS, BLOCK = 200, 16
+PROMPT = [5 + token % 190 for token in topic_tokens()[:TOKENS]]
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, output_logits=True)
+ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
+SHARED: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "block_size": BLOCK,
+    "enable_prefix_caching": False,
+    "policy": "context",
+    "policy_options": {"threshold": "0"},
+}
 
 
-def received_bytes(host: Host) -> int:
-    return int(host.run("cat", f"/sys/class/net/{INTERFACE}/statistics/rx_bytes").stdout)
-
-
-@pytest.mark.full  # each rank imports transformers: 10 s on a quiet machine
-def test_ranks_on_two_hosts_send_kv_over_the_link_and_are_exact(
-    tiny: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def started(num_hosts: int, model: str, parallel: str, locations: str = "") -> Iterator[tuple[Sequence[Host], LLM]]:
+    """Start an engine whose ranks are on hosts. Skip the test where this machine cannot make hosts."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    monkeypatch.setenv("LONGSPAN_HOSTS", "2")
-    prompt = [5 + token % 190 for token in topic_tokens()[:200]]
-    with network_hosts(2, gigabits=1) as hosts:
-        monkeypatch.setattr(LLM, "make_service", partial(Service, launcher=partial(HostLauncher, hosts=hosts)))
-        with LLM(
-            str(tiny),
-            dtype="float32",
-            skip_tokenizer_init=True,
-            parallel="2",
-            block_size=16,
-            policy="context",
-            policy_options={"threshold": "0"},
-        ) as llm:
-            before = [received_bytes(host) for host in hosts]
-            [output] = llm.generate(
-                [prompt], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, output_logits=True)
-            )
-            received = [received_bytes(host) - start for host, start in zip(hosts, before, strict=True)]
-            sent = llm.bytes_between_hosts["total"]
-    assert_exact(output, oracle.complete(prompt, 4))
-    assert 1.5 * sent > sum(received) > sent > 0
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        network_hosts(num_hosts, gigabits=1) as hosts,
+    ):
+        patch.setenv("LONGSPAN_HOSTS", "")
+        with llm_on(hosts, locations)(model, parallel=parallel, **SHARED) as llm:
+            yield hosts, llm
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: Path) -> Iterator[tuple[Sequence[Host], LLM]]:
+    """Two instances on two hosts. Each rank imports transformers, so tests share them."""
+    with started(2, str(tiny), "2") as made:
+        yield made
+
+
+def sent_by(llm: LLM, before: dict[str, int], *, between_hosts: bool) -> Counter[str]:
+    after = llm.bytes_between_hosts if between_hosts else llm.bytes_exchanged
+    return Counter({kind: count - before.get(kind, 0) for kind, count in after.items() if kind != "total"})
+
+
+def check_exchange(hosts: Sequence[Host], llm: LLM, exchange: str, oracle: Oracle) -> None:
+    """Check the answer, the bytes that one step sends between hosts, and that they pass through the interfaces."""
+    members = len(hosts)
+    llm.set_policy("context", {"exchange": exchange, "threshold": "0"})
+    [output] = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    assert_exact(output, oracle.complete(PROMPT, 4))
+    received, before = sum(host.received_bytes() for host in hosts), llm.bytes_between_hosts
+    [output] = llm.generate([PROMPT], ONE_TOKEN, use_tqdm=False)
+    sent = sent_by(llm, before, between_hosts=True)
+    tokens = tokens_of_members(output, exchange, TOKENS, members, BLOCK)
+    assert +sent == {exchange: bytes_of_layer(llm, exchange, tokens) * llm.info.num_layers}
+    assert llm.bytes_between_hosts == llm.bytes_exchanged, "each host has one rank"
+    received = sum(host.received_bytes() for host in hosts) - received
+    assert sent.total() < received < 1.2 * sent.total() + 100_000, "with headers and commands"
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_every_exchange_on_two_hosts_is_exact_and_sends_the_bytes_of_its_formula(
+    exchange: str, pair: tuple[Sequence[Host], LLM], oracle: Oracle
+) -> None:
+    check_exchange(*pair, exchange, oracle)
+
+
+@pytest.mark.full
+def test_every_exchange_on_three_hosts(tiny: Path, oracle: Oracle) -> None:
+    with started(3, str(tiny), "3") as (hosts, llm):
+        for exchange in EXCHANGES:
+            check_exchange(hosts, llm, exchange, oracle)
+
+
+@pytest.mark.full
+def test_sums_of_tensor_parallel_ranks_stay_on_their_host(tiny: Path, oracle: Oracle) -> None:
+    """Each instance of `tp2` is on one host. Only keys and values of the ring cross the link."""
+    with started(2, str(tiny), "2xtp2") as (_, llm):
+        assert llm.engine.config.cluster.hosts == (0, 0, 1, 1)
+        llm.set_policy("context", {"exchange": "ring_kv", "threshold": "0"})
+        [output] = llm.generate([PROMPT], ONE_TOKEN, use_tqdm=False)
+        tokens = tokens_of_members(output, "ring_kv", TOKENS, 2, BLOCK)
+        crossed, everywhere = (sent_by(llm, {}, between_hosts=far) for far in (True, False))
+        layers, shape = llm.info.num_layers, llm.facts.shape
+        assert shape is not None
+        assert +crossed == {"ring_kv": bytes_of_layer(llm, "ring_kv", tokens) * layers}
+        sums = 2 * 2 * TOKENS * shape.hidden_size * 4 * layers  # of attention, and of the feed-forward layer
+        assert everywhere - crossed == {"all_reduce": sums}
+        [output] = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+        assert_exact(output, oracle.complete(PROMPT, 4))
+
+
+@pytest.mark.full
+def test_pipeline_stages_on_two_hosts_send_hidden_states(tiny: Path, oracle: Oracle) -> None:
+    with started(2, str(tiny), "pp2") as (_, llm):
+        assert llm.engine.config.cluster.hosts == (0, 1)
+        [output] = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+        assert_exact(output, oracle.complete(PROMPT, 4))
+        sent, shape = sent_by(llm, {}, between_hosts=True), llm.facts.shape
+        assert shape is not None
+        assert +sent == {"hidden_states": (TOKENS + 3) * shape.hidden_size * 4, "tokens": 4 * 8}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", ["2", "pp2"])
+def test_smollm2_on_two_hosts(parallel: str, smollm2_oracle: Oracle) -> None:
+    prompt = list(topic_tokens()[:600])
+    with started(2, "smollm2-135m", parallel) as (_, llm):
+        for exchange in EXCHANGES if parallel == "2" else ():
+            llm.set_policy("context", {"exchange": exchange, "threshold": "0"})
+            [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+            assert_exact(output, smollm2_oracle.complete(prompt, 4))
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert_exact(output, smollm2_oracle.complete(prompt, 4))
+
+
+def handshake(host: Host, address: str, *, curve: bool) -> set[zmq.Event]:
+    """Connect a client of ZeroMQ without the keys of the run. Return the events of its connection in half a second."""
+    with host.inside():  # the context starts its thread in this block, and that thread connects
+        context = zmq.Context[zmq.Socket[bytes]]()
+        client = context.socket(zmq.DEALER)
+    try:
+        if curve:
+            client.curve_serverkey, _ = zmq.curve_keypair()
+            client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+        monitor = client.get_monitor_socket()
+        client.connect(address)
+        client.send(b"a report")
+        events = set[zmq.Event]()
+        while monitor.poll(500) and not events & {zmq.Event.DISCONNECTED, zmq.Event.CLOSED}:
+            events.add(recv_monitor_message(monitor)["event"])
+        assert not client.poll(0), "no answer"
+        return events
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_port_without_keys_would_be_noticed(pair: tuple[Sequence[Host], LLM]) -> None:
+    (first, second), _ = pair
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        with first.inside():
+            router = context.socket(zmq.ROUTER)
+            port = router.bind_to_random_port(f"tcp://{first.address}")
+        assert port in {listener.port for listener in first.listeners()}
+        assert zmq.Event.HANDSHAKE_SUCCEEDED in handshake(second, f"tcp://{first.address}:{port}", curve=False)
+        router.close(linger=0)
+
+
+def test_ports_are_those_of_the_docs_and_none_takes_a_command_without_the_key(
+    pair: tuple[Sequence[Host], LLM], oracle: Oracle
+) -> None:
+    """The engine has a port for commands and one for the rendezvous. Each rank has one of gloo."""
+    hosts, llm = pair
+    ranks = llm.service.executor.pids
+    listeners = [(host, listener) for host in hosts for listener in host.listeners()]
+    assert all(listener.kind == "tcp" and listener.address == host.address for host, listener in listeners)
+    owners = Counter(pid for _, listener in listeners for pid in listener.pids)
+    assert owners == {os.getpid(): 2, **dict.fromkeys(ranks, 1)}
+    for _, listener in listeners:
+        for client in hosts:
+            for curve in (False, True):
+                events = handshake(client, f"tcp://{listener.address}:{listener.port}", curve=curve)
+                assert zmq.Event.CONNECTED in events and zmq.Event.HANDSHAKE_SUCCEEDED not in events
+    [output] = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    assert_exact(output, oracle.complete(PROMPT, 4))
 
 
 def test_racks_of_a_topology_file_order_hosts(tmp_path: Path) -> None:

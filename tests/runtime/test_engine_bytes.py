@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 from engines import ThreadLLM
+from exchange_bytes import bytes_of_layer, tokens_of_members
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
-from longspan.core.layouts import shard_span
-from longspan.core.splits import split_heads, spread_heads
 
 HOSTS, MEMBERS, TOKENS, BLOCK = 2, 4, 200, 16
 
@@ -32,30 +31,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
             enable_prefix_caching=False,
         ) as started:
             yield started
-
-
-def formula(llm: LLM, exchange: str, tokens: list[int]) -> int:
-    """Return the bytes of one layer, given the tokens of a prompt that each member computes."""
-    spec, shape = llm.info.specs[0], llm.facts.shape
-    assert shape is not None
-    heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    of_a_key = 2 * kv_heads * dim * 4
-    shares = split_heads(heads, kv_heads, MEMBERS)
-    others = [(i, j) for i in range(MEMBERS) for j in range(MEMBERS) if i != j]
-    match exchange:
-        case "ring_kv" | "gather_kv":
-            return (MEMBERS - 1) * of_a_key * TOKENS
-        case "ring_q":
-            return (MEMBERS - 1) * heads * (2 * dim * 4 + 4) * TOKENS
-        case "alltoall":
-            spread = spread_heads(heads, kv_heads, MEMBERS)
-            return dim * 4 * sum(2 * tokens[i] * (len(spread[j].heads) + len(spread[j].kv_heads)) for i, j in others)
-        case "chain":
-            return of_a_key * sum((MEMBERS - 1 - i) * count for i, count in enumerate(tokens))
-        case _:
-            makers = [min(m for m, share in enumerate(shares) if head in share.kv_heads) for head in range(kv_heads)]
-            travelling = sum(tokens[i] * sum(maker != i for maker in makers) for i in range(MEMBERS))
-            return 2 * (MEMBERS - 1) * TOKENS * shape.hidden_size * 4 + 2 * dim * 4 * travelling
 
 
 @pytest.mark.parametrize("record_times", [False, True])
@@ -88,12 +63,8 @@ def test_bytes_equal_the_formula(llm: LLM, exchange: str) -> None:
     before, crossed_before = llm.bytes_exchanged, llm.bytes_between_hosts
     [output] = llm.generate([[5] * TOKENS], SamplingParams(max_tokens=1), use_tqdm=False)
     sent = llm.bytes_exchanged[exchange] - before.get(exchange, 0)
-    layout = "contiguous" if exchange == "chain" else "zigzag"
-    tokens = [sum(map(len, runs)) for runs in shard_span(layout, 0, TOKENS, MEMBERS, align=BLOCK)]
-    if exchange != "chain":  # the first member rotates with the request
-        first = (output.request_id + output.request_id // MEMBERS) % MEMBERS
-        tokens = [tokens[(member - first) % MEMBERS] for member in range(MEMBERS)]
-    assert sent == formula(llm, exchange, tokens) * llm.info.num_layers
+    tokens = tokens_of_members(output, exchange, TOKENS, MEMBERS, BLOCK)
+    assert sent == bytes_of_layer(llm, exchange, tokens) * llm.info.num_layers
     if exchange == "gather_kv":
         crossed = llm.bytes_between_hosts[exchange] - crossed_before.get(exchange, 0)
         assert crossed * (MEMBERS - 1) == sent * (HOSTS - 1), "each byte goes to the other host once"
