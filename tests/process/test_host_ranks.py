@@ -16,8 +16,8 @@ from exchange_bytes import bytes_of_layer, tokens_of_members
 from host_ranks import llm_on, placed, start_on
 from hosts import Host, network_hosts, why_not
 from oracle import Oracle, assert_exact
+from port_scan import handshake, refuses
 from texts import topic_tokens
-from zmq.utils.monitor import recv_monitor_message
 
 from longspan import LLM, SamplingParams
 from longspan.core.imitated_hosts import locations_of_ranks
@@ -140,27 +140,6 @@ def test_smollm2_on_two_hosts(parallel: str, smollm2_oracle: Oracle) -> None:
         assert_exact(output, smollm2_oracle.complete(prompt, 4))
 
 
-def handshake(host: Host, address: str, *, curve: bool) -> set[zmq.Event]:
-    """Connect a client of ZeroMQ without the keys of the run. Return the events of its connection in half a second."""
-    with host.inside():  # the context starts its thread in this block, and that thread connects
-        context = zmq.Context[zmq.Socket[bytes]]()
-        client = context.socket(zmq.DEALER)
-    try:
-        if curve:
-            client.curve_serverkey, _ = zmq.curve_keypair()
-            client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
-        monitor = client.get_monitor_socket()
-        client.connect(address)
-        client.send(b"a report")
-        events = set[zmq.Event]()
-        while monitor.poll(500) and not events & {zmq.Event.DISCONNECTED, zmq.Event.CLOSED}:
-            events.add(recv_monitor_message(monitor)["event"])
-        assert not client.poll(0), "no answer"
-        return events
-    finally:
-        context.destroy(linger=0)
-
-
 def test_a_port_without_keys_would_be_noticed(pair: tuple[Sequence[Host], LLM]) -> None:
     (first, second), _ = pair
     with zmq.Context[zmq.Socket[bytes]]() as context:
@@ -182,11 +161,7 @@ def test_ports_are_those_of_the_docs_and_none_takes_a_command_without_the_key(
     assert all(listener.kind == "tcp" and listener.address == host.address for host, listener in listeners)
     owners = Counter(pid for _, listener in listeners for pid in listener.pids)
     assert owners == {os.getpid(): 2, **dict.fromkeys(ranks, 1)}
-    for _, listener in listeners:
-        for client in hosts:
-            for curve in (False, True):
-                events = handshake(client, f"tcp://{listener.address}:{listener.port}", curve=curve)
-                assert zmq.Event.CONNECTED in events and zmq.Event.HANDSHAKE_SUCCEEDED not in events
+    assert all(refuses(client, listener) for client in hosts for _, listener in listeners)
     [output] = llm.generate([PROMPT], GREEDY, use_tqdm=False)
     assert_exact(output, oracle.complete(PROMPT, 4))
 

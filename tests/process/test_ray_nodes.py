@@ -1,11 +1,19 @@
-"""Ray clusters on hosts of a test."""
+"""Ray clusters on hosts of a test, and the ports of an engine there."""
 
 from __future__ import annotations
 
+import json
+import re
+import secrets
+import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
+import psutil
 import pytest
-from hosts import namespaces, network_hosts, why_not
+from hosts import Listener, namespaces, network_hosts, why_not
+from port_scan import refuses
 from ray_nodes import ray_nodes, why_no_ray
 
 ALIVE = """
@@ -13,6 +21,24 @@ import ray, sys
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
 print(*sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]))
 """
+
+ENGINE = """
+import json, sys
+from longspan import LLM, SamplingParams
+shared = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 16, "threads_per_rank": 1}
+with LLM(sys.argv[1], executor="ray", ray_address=sys.argv[2], parallel="2", **shared) as llm:
+    llm.generate([list(range(5, 100))], SamplingParams(max_tokens=2), use_tqdm=False)
+    print(json.dumps(llm.service.executor.pids), flush=True)
+    sys.stdin.read()
+"""
+
+
+def program(listener: Listener) -> str:
+    """Return the name of the program of Ray that has a port."""
+    [pid] = listener.pids
+    names = ("raylet", "gcs_server", "RuntimeEnvAgent", "RankActor", "client.server", "monitor.py")
+    line = " ".join(psutil.Process(pid).cmdline())
+    return next((name for name in names if re.search(rf"(/|::|\.){re.escape(name)}\b", line)), line)
 
 
 @pytest.mark.full
@@ -24,3 +50,35 @@ def test_each_host_has_a_ray_node_with_its_address() -> None:
         names = {host.namespace for host in hosts}
     assert not names & set(namespaces())
     assert all(process.poll() is not None for process in nodes.processes)
+
+
+@pytest.mark.full
+def test_ports_are_those_of_the_docs_and_none_of_ours_takes_a_command_without_the_key(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """See the ports in docs/hosts.md. Ray's own programs are told apart by their names."""
+    if (reason := why_not() or why_no_ray()) is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with network_hosts(2) as hosts, ray_nodes(hosts, num_cpus=1) as nodes:
+        command = (sys.executable, "-c", ENGINE, tiny, nodes.address)
+        with hosts[0].popen(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+            assert engine.stdout is not None
+            workers = json.loads(engine.stdout.readline())
+            listeners = [(host, listener) for host in hosts for listener in host.listeners()]
+            assert {listener.kind for _, listener in listeners} == {"tcp"}
+            ours = [(host, listener) for host, listener in listeners if {engine.pid, *workers} & {*listener.pids}]
+            inside = [(host, listener) for host, listener in ours if listener.address == host.address]
+            owners = Counter(listener.pids for _, listener in inside)
+            assert owners == {(engine.pid,): 2, **{(pid,): 1 for pid in workers}}
+            assert len(ours) == len(inside) + 1, "the engine has a port of Ray, too"
+            assert all(refuses(client, listener) for client in hosts for _, listener in inside)
+            theirs = Counter(
+                program(listener) for _, listener in listeners if not {engine.pid, *workers} & {*listener.pids}
+            )
+            of_nodes = {"raylet": 2 * 2, "RuntimeEnvAgent": 2, "RankActor": 2}
+            assert theirs == {"gcs_server": 1, "client.server": 2, "monitor.py": 1, **of_nodes}
+            engine.communicate(timeout=60)
+        assert engine.returncode == 0
