@@ -33,8 +33,11 @@ import psutil
 INTERFACE = "eth0"
 """The network interface of every host."""
 _BRIDGE = "bridge"
-_BURST, _LATENCY = "256kb", "100ms"
-"""Bytes that a shaped link sends at once, and the longest wait in its queue. Later packets are dropped."""
+_BURST_S, _MIN_BURST = 1e-3, 16_384
+"""Seconds of a shaped link's rate that it sends at once after a pause, and the least such bytes. `tbf` cannot reach
+rates of 1 Gb/s with less, since it then waits more often than a timer can wake it."""
+_QUEUE_S = 1.0
+"""Longest wait in the queue of a shaped link. Later packets are dropped."""
 _NEW_NETWORK = 0x40000000
 """CLONE_NEWNET of Linux: the kind of namespace that `Host.inside` enters."""
 _END_TIMEOUT_S = 10.0
@@ -122,7 +125,8 @@ class Host:
             if gigabits is None:
                 _output(*queue, "del", "dev", interface, "root")
             else:
-                rate = ["rate", f"{gigabits * 1e9:.0f}bit", "burst", _BURST, "latency", _LATENCY]
+                burst = max(_MIN_BURST, round(gigabits * 1e9 / 8 * _BURST_S))
+                rate = ["rate", f"{gigabits * 1e9:.0f}bit", "burst", f"{burst}b", "latency", f"{_QUEUE_S:g}s"]
                 _call(*queue, "replace", "dev", interface, "root", "tbf", *rate)
 
     def cut(self) -> None:

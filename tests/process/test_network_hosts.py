@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from math import inf
+from math import inf, nan
 from pathlib import Path
 
 import hosts as hosts_module
@@ -100,7 +100,7 @@ def test_a_host_reaches_neither_this_machine_nor_the_internet(pair: Sequence[Hos
 
 
 def test_a_limited_link_has_its_rate_and_the_limit_can_be_removed(pair: Sequence[Host]) -> None:
-    """In both directions, within 20 %. The first 256 KB are not delayed. A busy machine gets three tries."""
+    """In both directions, within 20 %. The first 25 KB are not delayed. A busy machine gets three tries."""
     num_bytes, gigabits = 5_000_000, 0.2
     expected_s = num_bytes * 8 / (gigabits * 1e9)
     for limited in pair:
@@ -137,7 +137,7 @@ def test_nothing_is_left_after_an_error_in_the_block() -> None:
 
 def test_nothing_is_left_if_a_command_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     before = own_namespaces()
-    monkeypatch.setattr(hosts_module, "_BURST", "none")
+    monkeypatch.setattr(hosts_module, "_QUEUE_S", nan)
     with pytest.raises(HostsError, match="tbf"), network_hosts(2, gigabits=1):
         pass
     assert own_namespaces() == before
