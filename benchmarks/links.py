@@ -8,12 +8,12 @@ root on Linux, with `ip` and `tc`. Otherwise the script prints the reason and ex
 A prompt is computed in one step by each exchange, and on one instance. So are the last 2 % of a prompt whose other
 tokens are cached on both instances, by `ring_q` and by `ring_kv`. Links without a limit and with each rate alternate.
 The added time is the TTFT over a limited link minus the TTFT over the link without a limit. The cost model of `longspan
-estimate` predicts both (`cost/forward.py`). It gets the speed of this machine's attention and of all other work from
-`ring_kv` over the link without a limit, and the speed of each link from a plain TCP stream.
+estimate` predicts both (`cost/forward.py`). `ring_kv` over the link without a limit gives the speeds of attention and
+of all other work. A plain TCP stream gives the speed of each link.
 
 The times of the first round are a profile of each link, by which policy `context` chooses among these exchanges.
-With `--require`, the exit code is 1 if a prediction is off by more than 15 % and by more than the spread of the
-measurements, or if the chosen exchange takes 5 % longer than the quickest, and more than the spread.
+With `--require`, the exit code is 1 if a prediction is off by more than 15 %, or if the chosen exchange takes 5 % longer
+than the quickest. Differences within the spread of the measurements do not count.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ Rate = float | None
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt to measure.
+    """A prompt whose time to the first token is measured.
 
     Attributes:
         exchange: without one, one instance computes it.
@@ -310,8 +310,8 @@ def _bytes_per_s(hosts: Sequence[Host], rate: Rate) -> float:
     _limit(hosts, rate)
     num_bytes = round((rate or _UNLIMITED) * 1e9 / 8 * _STREAM_S)
     python = (sys.executable, "-SEc")
-    with first.popen(*python, RECEIVE, first.address, stdout=subprocess.PIPE, text=True) as receiver:
-        assert receiver.stdout is not None and receiver.stdout.readline() == "listening\n"
+    with first.popen(*python, RECEIVE, first.address, stdout=subprocess.PIPE) as receiver:
+        assert receiver.stdout is not None and receiver.stdout.readline() == b"listening\n"
         second.run(*python, SEND, first.address, str(num_bytes))
         return float(receiver.stdout.read())
 
@@ -359,8 +359,7 @@ class Runner:
         _limit(self._hosts, rate)
         self._llm.set_policy("context", {"threshold": "0"} if partial else {})
         exchanges = self._generate(prompt).metrics.exchanges
-        print(exchanges, file=sys.stderr)
-        return ", ".join(exchanges.get("prefill", ["local"]))
+        return ", ".join(exchanges["partial_prefill" if partial else "prefill"])
 
     def _prompt(self, partial: bool, size: int) -> list[int]:
         """Return a random prompt. All but the last tokens of a partial one are cached, on both instances."""

@@ -28,14 +28,13 @@ from rich.table import Table
 from traced_rank import Slice
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from host_ranks import HostLauncher
+from host_ranks import llm_on
 from hosts import Host, network_hosts, why_not
 
 from longspan import LLM, SamplingParams, evals
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import LinkSpeed, Rates, member_works
 from longspan.policy.csps.search import Configuration, Group
-from longspan.service import Service
 
 _MAX_ERROR = 0.15
 _RANK = Path(__file__).with_name("traced_rank.py")
@@ -61,17 +60,11 @@ def main() -> int:
         return _measure(args, hosts)
 
 
-class _HostsLLM(LLM):
-    """Its ranks are on hosts, see `_measure`."""
-
-
 def _measure(args: argparse.Namespace, hosts: Sequence[Host]) -> int:
-    _HostsLLM.make_service = partial(Service, launcher=partial(HostLauncher, hosts=hosts, script=_RANK))
-    os.environ["LONGSPAN_HOSTS"] = "2"
     if args.trace:
         os.environ["LONGSPAN_TRACE"] = str(args.trace.absolute())
     pieces = {f"{number} pieces": number for number in args.pieces}
-    with _HostsLLM(
+    with llm_on(hosts, script=_RANK)(
         args.model,
         dtype="bfloat16",
         parallel="2",

@@ -37,8 +37,14 @@ def main() -> int:
     with network_hosts(2, gigabits=options.gigabits) as hosts:
         addresses = " and ".join(host.address for host in hosts)
         print(f"Starting an instance of smollm2-135m on each of the hosts {addresses} ...")
-        exact = {"policy": "context", "policy_options": {"threshold": "0"}}  # short prompts are sharded, too
-        with llm_on(hosts)("smollm2-135m", dtype="float32", instances=2, threads_per_rank=1, **exact) as llm:
+        with llm_on(hosts)(
+            "smollm2-135m",
+            dtype="float32",
+            instances=2,
+            threads_per_rank=1,
+            policy="context",
+            policy_options={"threshold": "0"},  # prompts of any length are sharded
+        ) as llm:
             return _ask(llm, hosts, options.key)
 
 
