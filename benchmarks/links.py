@@ -12,8 +12,8 @@ estimate` predicts both (`cost/forward.py`). `ring_kv` over the link without a l
 of all other work. A plain TCP stream gives the speed of each link.
 
 The times of the first round are a profile of each link, by which policy `context` chooses among these exchanges.
-With `--require`, the exit code is 1 if a prediction is off by more than 15 %, or if the chosen exchange takes 5 % longer
-than the quickest. Differences within the spread of the measurements do not count.
+With `--require`, the exit code is 1 for a prediction that is off by more than 15 %. So it is for a chosen exchange that
+takes 5 % longer than the quickest. Differences within the spread of the measurements do not count.
 """
 
 from __future__ import annotations
