@@ -1,7 +1,8 @@
-"""The examples of the attention library, and those of its page, between two processes as torchrun starts them."""
+"""The demo on two hosts, and the attention library's examples between two processes as torchrun starts them."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import runpy
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from forked import Forked, free_port
@@ -82,3 +84,38 @@ def test_the_page(differences: Callable[[Path], list[float]], tmp_path: Path) ->
     found = differences(script)
     assert len(found) == 2
     assert max(found) < 3e-5
+
+
+@pytest.fixture
+def hosts_demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(sys, "argv", ["hosts_demo.py", "--key", "48213"])
+    return importlib.import_module("hosts_demo")
+
+
+def test_the_demo_on_hosts_gives_the_reason_where_hosts_are_not_permitted(
+    hosts_demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hosts_demo, "why_not", lambda: "network namespaces need root on Linux")
+    assert hosts_demo.main() == 2
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [
+        "The demo cannot make hosts on this machine: network namespaces need root on Linux"
+    ]
+    assert not printed.out
+
+
+@pytest.mark.full
+def test_the_demo_on_hosts_prints_places_and_bytes(
+    hosts_demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (reason := hosts_demo.why_not()) is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv("LONGSPAN_HOSTS", "")
+    assert hosts_demo.main() == 0
+    printed = capsys.readouterr().out
+    ranges = re.findall(r"([\d,]+) to +([\d,]+)  instance (\d) on host (\S+)", printed)
+    assert {place[2:] for place in ranges} == {("0", "10.99.0.1"), ("1", "10.99.0.2")}
+    starts, stops = ([int(place[index].replace(",", "")) for place in ranges] for index in (0, 1))
+    assert starts == [0, *(stop + 1 for stop in stops[:-1])], "each token is computed once"
+    assert len(re.findall(r"payload of ring_kv|received by 10.99.0.\d", printed)) == 3
