@@ -1,6 +1,6 @@
 """Measure and predict the time that links of limited rate add to the first token, for each exchange.
 
-    python benchmarks/links.py [--gigabits 1 0.2 0.05] [--prompt 4096] [--rounds 3] [--json FILE] [--require]
+    python benchmarks/links.py [--gigabits 1 0.2 0.05] [--prompt 4096] [--rounds 2] [--json FILE] [--require]
 
 Two ranks of one thread are in network namespaces (`tools/hosts.py`), and `tbf` limits the link between them. That needs
 root on Linux, with `ip` and `tc`. Otherwise the script prints the reason and exits with 0.
@@ -141,10 +141,11 @@ def _compare(hosts: Sequence[Host], options: argparse.Namespace) -> int:
     ) as llm:
         runner = Runner(llm, hosts, options.prompt)
         for case in CASES:  # first times are slower
-            runner.ttft_s(case, None, _SHORT)
+            runner.ttft_s(case, None)
         for number in track(range(options.rounds), "measuring", console=Console(stderr=True)):
             for case in CASES:
-                for rate in rates if case.exchange else rates[:1]:
+                first = number % len(rates)  # each round begins with another rate
+                for rate in [*rates[first:], *rates[:first]] if case.exchange else rates[:1]:
                     before = runner.attention_s()
                     seconds = runner.ttft_s(case, rate)
                     if case == _SPEEDS and rate is None:
@@ -384,7 +385,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabits", type=float, nargs="+", default=[1.0, 0.2, 0.05])
     parser.add_argument("--prompt", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--require", action="store_true")
     return parser.parse_args()
