@@ -25,7 +25,7 @@ from longspan.core.sampling import SamplingParams
 if TYPE_CHECKING:
     from longspan.cli.citations import Citation, Cited
     from longspan.llm import LLM
-    from longspan.outputs import CompletionOutput, RequestOutput
+    from longspan.outputs import RequestOutput
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=512, seed=0)
 
@@ -57,7 +57,7 @@ def ask(
     Without a file and without --keep, a pipe is the document. Folders are read with all their text files. PDF and HTML
     files need the extra longspan[documents].
     """
-    *paths, question = texts
+    paths, question = texts[:-1], texts[-1].strip()
     params = replace(sampling, structured_outputs=form.params())
     if (params.n, params.logprobs, params.prompt_logprobs) != (1, None, None):
         raise ValueError("ask shows one answer and no logprobs: leave out --n, --logprobs and --prompt-logprobs")
@@ -65,7 +65,6 @@ def ask(
     kept = None if keep is None else Kept(keep, content, {"system": system, "chat_template": chat_template})
     content = content if kept is None else kept.content
     assert content is not None, "without --keep there are files"
-    question = question.strip()
     with (start if kept is None else kept.start)(model, engine, seed=sampling.seed) as llm:
         conversation = Conversation(llm, content)
         prompt = conversation.prompt(question)
@@ -88,10 +87,6 @@ def ask(
         _show_citations(passages)
         if sys.stderr.isatty():
             Console(stderr=True).print(stats_table(output.metrics, *moved))
-    _check_end(completion)
-
-
-def _check_end(completion: CompletionOutput) -> None:
     if completion.finish_reason == "error":
         raise ValueError(f"the answer ended early: {completion.stop_reason}")
     if completion.finish_reason == "length":
