@@ -54,7 +54,10 @@ class Contact(msgspec.Struct, frozen=True, kw_only=True):
         socket.sndhwm = socket.rcvhwm = 0  # no queue limits: the engine limits steps in flight
         socket.routing_id = str(rank).encode()
         if self.keys is not None:
+            from longspan.runtime.heartbeats import send_heartbeats  # noqa: PLC0415 - for connections over TCP
+
             self.keys.encrypt(socket)
+            send_heartbeats(socket)
         socket.connect(self.address)
         socket.send(GREETING)
         return socket

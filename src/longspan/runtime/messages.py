@@ -186,8 +186,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     memory: bool = False
 
 
+DISCONNECTED = 256
+"""In place of the exit code of a worker whose connection has ended. Exit codes are below it."""
+
+
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
-    """A worker ended, reported by the controller's watcher thread. Negative codes are signals."""
+    """A worker or its connection ended, reported by a part of the controller. Negative codes are signals."""
 
     rank: int
     code: int

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from longspan.attn.comm import NO_PEERS
 from longspan.attn.routing import DirectedTransport, RoutedTransport
 from longspan.attn.transports import TorchTransport, meet, peer_errors
 from longspan.runtime.child import end_with_parent
+from longspan.runtime.contact import Contact
 from longspan.runtime.executor.forkserver import StartWorker
 from longspan.runtime.rank import Rank
 from longspan.runtime.step_comm import StepLanes
@@ -49,7 +50,8 @@ def main(command: StartWorker, lifeline: int) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     controller = command.contact.connect(context, rank)
     try:
-        is_complete = _load(command).serve(controller)
+        with _connected(command.contact, controller):
+            is_complete = _load(command).serve(controller)
     except Exception as error:  # noqa: BLE001 - report any error to the controller, then exit
         _log.exception("the worker failed")
         send_report(controller, failure(rank, error))
@@ -58,6 +60,14 @@ def main(command: StartWorker, lifeline: int) -> None:
     context.destroy(linger=1000)
     if dist.is_initialized() and is_complete:  # otherwise a thread waits in it, and the process just exits
         dist.destroy_process_group()
+
+
+def _connected(contact: Contact, controller: zmq.Socket[bytes]) -> AbstractContextManager[None]:
+    if contact.keys is None:
+        return nullcontext()
+    from longspan.runtime.heartbeats import exits_without_controller  # noqa: PLC0415 - for connections over TCP
+
+    return exits_without_controller(controller)
 
 
 def _load(command: StartWorker) -> Rank:

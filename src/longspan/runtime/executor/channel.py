@@ -28,6 +28,7 @@ class Channel:
         self.context.sndhwm = self.context.rcvhwm = 0  # no queue limits: the engine limits steps in flight
         self._unsent = defaultdict[int, list[bytes]](list)
         self._connected: set[int] = set()
+        self._events: zmq.Socket[bytes] | None = None
         try:
             self._local, self._workers = self.context.socket(zmq.PULL), self.context.socket(zmq.ROUTER)
             self._local.bind(_LOCAL)
@@ -60,7 +61,7 @@ class Channel:
     def receive(self, timeout_s: float | None, wakeup: zmq.Socket[bytes] | int | None = None) -> bytes | None:
         """Return the next report. None after the timeout, or as soon as `wakeup` is readable."""
         poller = zmq.Poller()
-        for source in (self._local, self._workers, wakeup):
+        for source in (self._local, self._workers, self._events, wakeup):
             if source is not None:
                 poller.register(source, zmq.POLLIN)
         deadline_s = None if timeout_s is None else time.monotonic() + min(max(0.0, timeout_s), _MAX_POLL_S)
@@ -69,12 +70,24 @@ class Channel:
             ready = dict(poller.poll(None if left_s is None else int(left_s * 1000)))
             if self._local in ready:  # few: ends of workers and completed copies of a disk
                 return self._local.recv()
-            if self._workers not in ready:
+            if self._workers in ready:
+                rank, report = self._read()
+                if not report:
+                    self._greet(rank)
+            elif self._events in ready:
+                report = self._ended()
+            else:
                 return None
-            routing_id, report = self._workers.recv_multipart()
             if report:
                 return report
-            self._greet(int(routing_id))
+
+    def _read(self) -> tuple[int, bytes]:
+        routing_id, report = self._workers.recv_multipart()
+        return int(routing_id), report
+
+    def _ended(self) -> bytes:
+        """Take an event of `_events`: the end of a connection. Return a report if it was the connection of a worker."""
+        raise NotImplementedError
 
     def _greet(self, rank: int) -> None:
         self._connected.add(rank)

@@ -6,11 +6,15 @@ import logging
 import threading
 from contextlib import suppress
 
+import msgspec
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
+from longspan.runtime import messages
 from longspan.runtime.contact import Contact, Keys
 from longspan.runtime.executor.channel import Channel
+from longspan.runtime.heartbeats import send_heartbeats
 from longspan.runtime.store import StoreTable
 
 _DOMAIN = "longspan"
@@ -26,12 +30,16 @@ class SecureChannel(Channel):
     The controller accepts the public key of the workers only, and a worker accepts the controller's key only. A thread
     checks the keys of new connections (ZAP, ZeroMQ's protocol for that) and serves the rendezvous store.
 
+    Both ends send heartbeats. If a connection ends, messages may be lost, so the controller reports its worker as
+    ended, and the worker exits. A worker does not connect again.
+
     Args:
         address: the address of the interface to listen on. The system chooses the ports.
     """
 
     def __init__(self, address: str) -> None:
         self._thread: threading.Thread | None = None
+        self._ranks: dict[int, int] = {}  # by file descriptor of the connection
         super().__init__(f"tcp://{address}:*")
 
     def _bind(self, address: str) -> Contact:
@@ -52,8 +60,24 @@ class SecureChannel(Channel):
         where = store.get_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=_serve, args=(zap, store, worker_public), daemon=True)
         self._thread.start()
+        send_heartbeats(self._workers)
+        self._events = self._workers.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._workers.bind(address)
         return Contact(address=self._workers.get_string(zmq.LAST_ENDPOINT), store=where, keys=keys)
+
+    def _read(self) -> tuple[int, bytes]:
+        sender, report = self._workers.recv_multipart(copy=False)
+        rank = int(sender.bytes)
+        if not report.bytes:  # a greeting
+            self._ranks[int(sender.get(zmq.SRCFD))] = rank
+        return rank, report.bytes
+
+    def _ended(self) -> bytes:
+        assert self._events is not None, "the sockets are bound"
+        rank = self._ranks.pop(int(recv_monitor_message(self._events)["value"]), None)
+        if rank is None:  # refused by its key, or it sent no greeting
+            return b""
+        return msgspec.msgpack.encode(messages.Exited(rank, messages.DISCONNECTED))
 
     def close(self) -> None:
         if self._thread is not None and not self.context.closed:
@@ -64,7 +88,10 @@ class SecureChannel(Channel):
 
 
 def _serve(zap: zmq.Socket[bytes], store: zmq.Socket[bytes], accepted_key: bytes) -> None:
-    """Check keys and serve the store until the channel closes. This thread owns these sockets."""
+    """Check keys and serve the store until the channel closes. This thread owns these sockets.
+
+    Malformed requests are logged and get no answer, so one client cannot end the rendezvous of the rest.
+    """
     table, refused = StoreTable(), set[bytes]()
     with zap, store, zap.context.socket(zmq.PULL) as stop:
         stop.connect(_STOP)
@@ -76,9 +103,12 @@ def _serve(zap: zmq.Socket[bytes], store: zmq.Socket[bytes], accepted_key: bytes
             if zap in ready:
                 zap.send_multipart(_checked(zap.recv_multipart(), accepted_key, refused))
             if store in ready:
-                client, _, request = store.recv_multipart()
-                for waiting, answer in table.take(client, request):
-                    store.send_multipart([waiting, b"", answer])
+                client, *_, request = store.recv_multipart()
+                try:
+                    for waiting, answer in table.take(client, request):
+                        store.send_multipart([waiting, b"", answer])
+                except (msgspec.MsgspecError, ValueError) as error:
+                    _log.warning("the rendezvous store ignores a request that it cannot read: %s", error)
 
 
 def _checked(request: list[bytes], accepted_key: bytes, refused: set[bytes]) -> list[bytes]:
