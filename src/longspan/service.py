@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from longspan.core.fleets import Fleet
     from longspan.extras.recording import Recorder
     from longspan.runtime.disk_pool import DiskPool
+    from longspan.runtime.executor.ray_hosts import RayHosts
     from longspan.runtime.host_pool import HostMemory
 
 _SETTLE_S = 5.0
@@ -61,6 +62,7 @@ class Service:
         max_worker_restarts: int | None = None,
     ) -> None:
         self._launcher, self._max_worker_restarts = launcher or _processes, max_worker_restarts
+        self._hosts: RayHosts | None = None
         self.recorder: Recorder | None = None
         with ExitStack() as acquired:
             self._open(given, acquired)
@@ -72,8 +74,8 @@ class Service:
         if given.executor != "local" or given.ray_address is not None or given.topology is not None:
             from longspan.remote_ranks import reserve_hosts  # noqa: PLC0415 - needed for several hosts only
 
-            hosts = acquired.enter_context(closing(reserve_hosts(given)))
-            self._launcher, placement = hosts.launch, hosts.placement
+            self._hosts = acquired.enter_context(closing(reserve_hosts(given)))
+            self._launcher, placement = self._hosts.launch, self._hosts.placement
         kv_bytes = unbounded if is_measured else by_rule(given)
         self.setup = setup = ResolvedEngine.of(given, kv_bytes=kv_bytes, placement=placement)
         cluster = setup.config.cluster
@@ -99,7 +101,7 @@ class Service:
             cluster=cluster,
             device=given.device,
             num_threads=setup.threads,
-            max_threads=given.threads_per_rank,
+            max_threads=given.threads_per_rank if placement is None else placement.threads,
             block_size=given.block_size,
             kernels=setup.model.kernels,
             host_kernels=kernels_of("auto", "cpu", self.files.dtype)[0] if hosts_attend else None,
@@ -117,7 +119,7 @@ class Service:
             self.setup = setup
         else:
             self.executor = acquired.enter_context(self._with_given_pools(cluster))
-        config, policy = setup.config, setup.policy
+        config, policy, self._wanted = setup.config, setup.policy, setup.config.fleet
         csa = setup.choice.given.get("csa", "")
         self._tuned = csa if is_tuned(csa) else None
         max_len = config.longest(policy)
@@ -221,11 +223,39 @@ class Service:
             recorder.write(self.setup.policy.name, self.setup.given)
 
     def restart(self) -> None:
-        """Replace all workers. Every request resumes. Raise WorkerLostError if a worker does not start."""
+        """Replace all workers. Every request resumes. Ranks of lost hosts get other places, or their instances end.
+
+        Raises:
+            WorkerLostError: a worker does not start, or no live host has a place.
+        """
         self.executor.close()
-        self.executor = self._start_workers(self.engine.config.cluster)
-        self._prepare(self.executor, self.engine.config)
-        self.engine.restart(self.executor)
+        setup = self.setup
+        if self._hosts is not None:
+            from longspan.losses import on_live_hosts  # noqa: PLC0415 - needed for several hosts only
+
+            setup = on_live_hosts(setup, self._wanted, self._hosts, self._on)
+        self._continue_with(setup)
+
+    def can_grow(self) -> bool:
+        """Return True if `restart` would use more hosts than now, because hosts have returned or are new."""
+        if self._hosts is None:
+            return False
+        from longspan.losses import can_grow  # noqa: PLC0415 - needed for several hosts only
+
+        return can_grow(self.setup, self._wanted, self._hosts, self._on)
+
+    def _continue_with(self, setup: ResolvedEngine) -> None:
+        """Start new workers, also for another fleet. Every request resumes."""
+        change = None
+        if setup is not self.setup:
+            from longspan.core.regrouping import Change  # noqa: PLC0415 - most fleets stay
+
+            change = Change.to(setup.config, setup.policy)
+        config = self.engine.config if change is None else setup.config
+        self.executor = self._start_workers(config.cluster)
+        self._prepare(self.executor, config)
+        self.engine.restart(self.executor, change)
+        self._set(setup)
 
     def _start_workers(self, cluster: Cluster) -> WorkerExecutor:
         """Start the workers of a cluster. Raise WorkerLostError if one does not start."""
@@ -242,18 +272,12 @@ class Service:
             ParameterError: a role or phase would have no instance, or the policy does not support fewer.
             WorkerLostError: a worker does not start.
         """
-        from longspan.core.fleets import without  # noqa: PLC0415 - most fleets stay
-        from longspan.core.regrouping import Change  # noqa: PLC0415
+        from longspan.losses import without_ranks  # noqa: PLC0415 - most fleets stay
 
-        fleet = self.engine.config.fleet
-        for rank in ranks:
-            fleet = without(fleet, rank)
-        setup = self._largest_part(self.setup, fleet)
+        setup = without_ranks(self.setup, ranks, self.engine.config.fleet, self._on)
         self.executor.close()
-        self.executor = self._start_workers(setup.config.cluster)
-        self._prepare(self.executor, setup.config)
-        self.engine.restart(self.executor, Change.to(setup.config, setup.policy))
-        self._set(setup)
+        self._continue_with(setup)
+        self._wanted = setup.config.fleet
 
     def reshard(self, spec: str, changes: Mapping[str, str | None] = MappingProxyType({})) -> None:
         """Move the workers to their places in another fleet while requests go on, see `Engine.reshard`.
@@ -280,36 +304,17 @@ class Service:
             remedy = "choose more instances, or start a new engine with `max_worker_restarts` of 1 or more"
             raise ParameterError("parallel", f"{problem}: {remedy}", spec)
         self.engine.reshard(Change.to(setup.config, setup.policy))
+        self._wanted = setup.config.fleet
         self._set(setup)
 
     def _on(self, setup: ResolvedEngine, fleet: Fleet) -> ResolvedEngine:
         """Resolve the chosen policy for another fleet."""
         return setup.on(fleet, self._worker_config.threads_among(fleet[0].num_ranks))
 
-    def _largest_part(self, setup: ResolvedEngine, fleet: Fleet) -> ResolvedEngine:
-        """Resolve the largest part of a fleet that the policy can serve on. Raise its last error if there is none."""
-        from longspan.core.fleets import parts  # noqa: PLC0415 - most fleets stay
-
-        refused: ValueError | None = None
-        for part in parts(fleet):
-            try:
-                return self._on(setup, part)
-            except ValueError as error:
-                refused = error
-        assert refused is not None, "a fleet has parts"
-        raise refused
-
     def _why_not_smaller(self, setup: ResolvedEngine) -> str | None:
-        """Return why the engine cannot lose one of its instances, or None if it can lose any of them."""
-        from longspan.core.fleets import without  # noqa: PLC0415 - most fleets stay
+        from longspan.losses import why_not_smaller  # noqa: PLC0415 - rarely needed
 
-        cluster = setup.config.cluster
-        try:
-            for instance in cluster.instances:
-                self._largest_part(setup, without(setup.config.fleet, cluster.ranks(instance).start))
-        except ValueError as error:
-            return str(error)
-        return None
+        return why_not_smaller(setup, self._on)
 
     def reset_prefix_cache(self) -> None:
         """Remove the KV of finished requests, also from disks. Raise RuntimeError if requests are unfinished."""

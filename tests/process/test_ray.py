@@ -8,6 +8,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -203,7 +204,7 @@ def test_an_address_without_a_cluster_is_refused(kind: str, tiny: Path, monkeypa
         LLM(str(tiny), **options("127.0.0.1:1"))
 
 
-def test_instances_on_other_hosts_serve_on_without_a_lost_host(
+def test_a_lost_host_is_left_out_and_used_again_when_it_returns(
     ray_cluster: Any, two_hosts: str, tiny: Path, oracle: Oracle, services: list[Service]
 ) -> None:
     given = EngineArgs(str(tiny), **options(two_hosts, parallel="2", policy="chunked", threads_per_rank=2))
@@ -215,10 +216,37 @@ def test_instances_on_other_hosts_serve_on_without_a_lost_host(
     ray_cluster.remove_node(ray_cluster.worker_nodes.copy().pop())
     with pytest.raises(WorkerLostError, match="rank 1 was lost"):
         finish(service)
-    with pytest.raises(WorkerLostError, match=r"rank 1 was lost: Ray lost or moved its place on host \w+"):
-        service.restart()
-    service.shrink(1)
+    service.restart()
+    assert service.engine.config.cluster.num_instances == 1
+    finish(service)
+    assert not service.can_grow()
+    ray_cluster.add_node(**ray_cluster.node_options)
+    requests += [service.engine.add(prompt[5:], GREEDY) for prompt in (PROMPT, PROMPT[::-1])]
+    deadline_s = time.monotonic() + 60
+    while not service.can_grow():
+        assert time.monotonic() < deadline_s
+        if service.engine.has_unfinished:
+            service.engine.step()
+    service.restart()
+    assert service.engine.config.cluster.hosts == (0, 1) and not service.can_grow()
+    requests += [service.engine.add(prompt[9:], GREEDY) for prompt in (PROMPT, PROMPT[::-1])]
     finish(service)
     for request in requests:
         assert request.output == oracle.complete(request.prompt, 12).token_ids
+    service.close()
+
+
+def test_a_lost_host_is_left_out_if_no_worker_is_replaced(
+    ray_cluster: Any, two_hosts: str, tiny: Path, oracle: Oracle, services: list[Service]
+) -> None:
+    given = EngineArgs(str(tiny), **options(two_hosts, parallel="2", policy="chunked", threads_per_rank=2))
+    service = Service(given, max_worker_restarts=0)
+    services.append(service)
+    request = service.engine.add(PROMPT, GREEDY)
+    ray_cluster.remove_node(ray_cluster.worker_nodes.copy().pop())
+    with pytest.raises(WorkerLostError, match="rank 1 was lost"):
+        service.executor.poll(30.0)
+    service.shrink(1)
+    finish(service)
+    assert request.output == oracle.complete(PROMPT, 12).token_ids
     service.close()

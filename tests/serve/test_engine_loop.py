@@ -109,6 +109,9 @@ class Cluster:
             ),
         )
 
+    def can_grow(self) -> bool:
+        return False
+
     def restart(self) -> None:
         if self.failures:
             raise self.failures.popleft()

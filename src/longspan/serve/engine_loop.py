@@ -144,6 +144,8 @@ class EngineLoop:
             self._handle(self._commands.decode(self._socket.recv()))
             if self._quitting:
                 return
+        if self._resharding is None and self._service.can_grow():
+            self._grow()
         if self._engine.has_unfinished:
             self._step()
             if self._resharding is not None and not self._engine.is_regrouping:
@@ -319,7 +321,7 @@ class EngineLoop:
         is_replaced = max_restarts is None or self._num_restarts < max_restarts
         _log.error("%s; %s", error, "starting new workers" if is_replaced else "continuing without its instance")
         self._send(messages.Restarting(str(error), is_replaced=is_replaced))
-        failed = []
+        failed, fleet = [], self._engine.config.fleet
         for served in self._served.values():
             if any(choice.request.group for choice in served.state.choices):
                 served.num_losses += 1
@@ -333,18 +335,31 @@ class EngineLoop:
             self._num_restarts += 1
         else:
             self._shrink(error)
+        is_changed = not is_replaced or self._engine.config.fleet != fleet
+        if is_changed:
             _log.warning("continuing as %s", fleet_text(self._engine.config.fleet))
             failed += self._report_failures(failed)
         self._service.executor.wakeup = self._socket
         for served in failed:  # after the start, since dropping a request sends `Free` to workers
             self._drop(served, "error")
         self._send(messages.Restarted())
-        if not is_replaced:
+        if is_changed:
             if self._resharding is not None:
                 fleet = fleet_text(self._engine.config.fleet)
                 problem = f"a worker was lost meanwhile: the other instances serve as {fleet}"
                 self._send(messages.Failed(self._resharding.id, problem))
             self._resharded(None)
+        self._send_outputs(messages.StepOutputs(), with_stats=True)  # no request runs now
+
+    def _grow(self) -> None:
+        """Continue on more hosts. A loss meanwhile is handled as any other."""
+        reason = "hosts have returned or are new"
+        _log.warning("%s; starting workers on them", reason)
+        self._send(messages.Restarting(reason))
+        self._service.restart()
+        self._service.executor.wakeup = self._socket
+        self._send(messages.Restarted())
+        self._resharded(None)
         self._send_outputs(messages.StepOutputs(), with_stats=True)  # no request runs now
 
     def _shrink(self, error: WorkerLostError) -> None:

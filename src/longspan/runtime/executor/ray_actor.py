@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from longspan.model.files import ModelFiles, cache_root
 from longspan.runtime.executor.forkserver import StartWorker, WorkerProcess, start_server
 from longspan.runtime.executor.processes import log_dir
 
+_LINGER_S = 10.0
+"""Seconds for the controller to receive the exit code before the actor ends."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -57,10 +60,25 @@ class RankActor:
             started = RankStarted(error=f"{type(error).__name__}: {error}")
         return msgspec.json.encode(started)
 
+    def prepare(self, order: bytes) -> bytes:
+        """Prepare the model of a `StartRank` on this host. Return the error, or nothing."""
+        try:
+            _prepared(msgspec.json.decode(order, type=StartRank, dec_hook=_path))
+        except (OSError, ValueError) as error:
+            return f"{type(error).__name__}: {error}".encode()
+        return b""
+
     def wait(self) -> int:
-        """Wait until the worker ends, and return its exit code."""
+        """Wait until the worker ends, and return its exit code. The actor ends later, as it has no other task.
+
+        If the controller is lost, nothing else would end the actor and release its CPUs.
+        """
         assert self._worker is not None, "it was started"
-        return self._worker.wait()
+        code = self._worker.wait()
+        ending = threading.Timer(_LINGER_S, os._exit, (0,))
+        ending.daemon = True
+        ending.start()
+        return code
 
     def _start(self, order: StartRank) -> RankStarted:
         for name in _INTERFACES:  # the fork server and its workers inherit them

@@ -12,9 +12,11 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +28,16 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from longspan.core.cluster import Cluster
+from longspan.core.fleets import Fleet
 from longspan.core.locations import Location
-from longspan.core.placement import (
-    RACK_LABEL,
-    PlacedHost,
-    Placement,
-    Racks,
-    in_order_of_hosts,
-    largest_share,
-    rank_groups,
-)
+from longspan.core.placement import RACK_LABEL, PlacedHost, Placement, Racks, largest_share, rank_groups
 from longspan.errors import ParameterError, WorkerLostError
 from longspan.model.source import ALIAS
+from longspan.runtime.contact import Contact
 from longspan.runtime.executor.channel import Channel
 from longspan.runtime.executor.forkserver import StartWorker
 from longspan.runtime.executor.ray_actor import RankActor, RankStarted, StartRank, address_of
+from longspan.runtime.executor.ray_places import LookOut, Place, answering
 from longspan.runtime.executor.secure_channel import SecureChannel
 from longspan.runtime.messages import WorkerConfig
 
@@ -50,7 +47,8 @@ _START_TIMEOUT_S = 1800.0
 """Seconds for an actor to prepare the model. A host may have to download it."""
 _CHECK_S = 2.0
 """Seconds between checks for lost hosts while actors start."""
-_END_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 2.0
+"""Seconds for Ray to confirm the end of a killed actor."""
 _LOST = -signal.SIGKILL
 """Exit code of a worker whose actor or host was lost. The worker exits with its actor."""
 _CONCURRENCY = 4  # `wait` blocks one thread of an actor
@@ -93,53 +91,146 @@ class RayHosts:
             _connect(address)
             acquired.callback(_disconnect)
             groups = rank_groups(clusters)
-            nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+            nodes = _nodes()
             cpus = [int(node["Resources"].get("CPU", 0)) for node in nodes.values()]
             self._threads = threads or (1 if self._uses_gpus else largest_share(cpus, groups))
-            reserved = placement_group([self._resources(len(group)) for group in groups], strategy="PACK")
-            acquired.callback(remove_placement_group, reserved)
-            if not reserved.wait(_PLACE_TIMEOUT_S):
+            self._sizes = [len(group) for group in groups]  # of the bundles
+            self._reserved = placement_group([self._resources(size) for size in self._sizes], strategy="PACK")
+            acquired.callback(remove_placement_group, self._reserved)
+            if not self._reserved.wait(_PLACE_TIMEOUT_S):
                 raise _too_small(groups, self._resources(1), nodes.values())
-            by_bundle = placement_group_table(reserved)["bundles_to_node_id"]
+            self._own_node: str = ray.get_runtime_context().get_node_id()
+            self._names: dict[str, str] = {}  # by node
+            self._hosts: list[str] = []  # the node of each host number
+            self._places: list[Place] = []  # by the device of a location
+            self._config: WorkerConfig | None = None
             racks.check(map(_placed, nodes.values()))
-            places = {node["NodeID"]: _placed(node) for node in ray.nodes() if node["NodeID"] in by_bundle.values()}
-            rack_of = racks.in_order(places, ray.get_runtime_context().get_node_id())
-            self._nodes = order = [*rack_of]
-            hosts = [order.index(by_bundle[bundle]) for bundle in range(len(groups))]
-            self._reserved, self._bundles = reserved, list[int]()
-            locations: list[Location] = []
-            for group, bundle in zip(groups, in_order_of_hosts(groups, hosts), strict=True):
-                host = hosts[bundle]
-                locations += [Location(rack=rack_of[order[host]], host=host, device=rank) for rank in group]
-                self._bundles += [bundle] * len(group)
-            self.placement = Placement(locations=tuple(locations), threads=self._threads)
-            self._names: list[str] = [nodes[node]["NodeManagerHostname"] if node in nodes else node for node in order]
-            _log.info("hosts of the ranks, by Ray: %s", ", ".join(self._names))
+            self._racks = racks
+            locations = self._locations(groups, nodes, self._by_bundle())
+            assert locations is not None, "there is a bundle for each group"
+            self.placement = Placement(locations=locations, threads=self._threads)
+            _log.info("hosts of the ranks, by Ray: %s", ", ".join(map(self._name, self._hosts)))
+            self._look_out = LookOut(self.usable, self._prepare)
+            acquired.callback(self._look_out.close)
             self._acquired = acquired.pop_all()
 
     def launch(self, config: WorkerConfig) -> RayLauncher:
         """Start the actors of all ranks of a cluster. Raise WorkerLostError if the host of a rank was lost."""
         self.check(config.cluster)
-        return RayLauncher(self, msgspec.structs.replace(config, is_placed=True))
+        self._config = config = msgspec.structs.replace(config, is_placed=True)
+        return RayLauncher(self, config)
 
     def check(self, cluster: Cluster) -> None:
-        """Raise WorkerLostError if a host of the cluster has left Ray, or Ray has moved its reservation."""
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        by_bundle = placement_group_table(self._reserved)["bundles_to_node_id"]
+        """Raise WorkerLostError if a host of the cluster is lost, or Ray has moved its reservation."""
+        usable = self.usable()
         for rank, location in enumerate(cluster.locations):
-            node = self._nodes[location.host]
-            if node not in alive or by_bundle[self._bundles[location.device]] != node:
-                raise WorkerLostError(rank, f"Ray lost or moved its place on host {self.name(location)}")
+            if not self._is_usable(location, usable):
+                name = self.name(location)
+                raise WorkerLostError(rank, f"Ray lost or moved its place on host {name}, or the host does not answer")
+
+    def covers(self, cluster: Cluster, usable: Mapping[int, str]) -> bool:
+        """Return True if usable bundles hold all ranks of a cluster where they are."""
+        return all(self._is_usable(location, usable) for location in cluster.locations)
+
+    def _is_usable(self, location: Location, usable: Mapping[int, str]) -> bool:
+        place = self._places[location.device]
+        return usable.get(place.bundle) == place.node
+
+    def usable(self) -> dict[int, str]:
+        """Return the bundles that live hosts have, with their nodes. Waits a second for hosts that do not answer."""
+        nodes, by_bundle = _nodes(), self._by_bundle()
+        live = answering({node: nodes[node] for node in {*by_bundle.values()} if node in nodes})
+        return {bundle: node for bundle, node in by_bundle.items() if node in live}
+
+    def placed(self, fleet: Sequence[Cluster], usable: Mapping[int, str]) -> Fleet | None:
+        """Return the fleet with locations in some of the usable bundles, or None if it needs more of them.
+
+        Hosts keep their numbers. A new host gets the number of a lost one.
+        """
+        locations = self._locations(rank_groups(fleet), _nodes(), usable)
+        return locations and tuple(replace(cluster, locations=locations[: cluster.num_ranks]) for cluster in fleet)
+
+    def look_out(self, usable: Mapping[int, str] | None) -> None:
+        """Look for places besides these bundles from now on, or stop looking if None. `has_news` returns True then."""
+        if usable is None:
+            self._look_out.close()
+        else:
+            self._look_out.begin(usable)
+
+    def has_news(self) -> bool:
+        """Return True once more places can be used than at the latest `look_out`."""
+        return self._look_out.has_news
 
     def name(self, location: Location) -> str:
         """Return the name of the host of a rank."""
-        return self._names[location.host]
+        return self._name(self._places[location.device].node)
+
+    def names(self, cluster: Cluster) -> str:
+        """Return the names of the hosts of a cluster."""
+        return ", ".join(dict.fromkeys(map(self.name, cluster.locations)))
+
+    def _name(self, node: str) -> str:
+        return self._names.get(node, node)
+
+    def _by_bundle(self) -> dict[int, str]:
+        """Return the node of each bundle. Ray moves a bundle of a lost node to another node with enough resources."""
+        by_bundle: dict[int, str] = placement_group_table(self._reserved)["bundles_to_node_id"]
+        return by_bundle
+
+    def _locations(
+        self, groups: Sequence[range], nodes: Mapping[str, dict[str, Any]], by_bundle: Mapping[int, str]
+    ) -> tuple[Location, ...] | None:
+        """Assign bundles to groups of ranks, so that neighbouring groups share hosts. None: there are too few."""
+        self._names |= {node: str(nodes[node]["NodeManagerHostname"]) for node in nodes}
+        used = {*by_bundle.values()}
+        rack_of = self._racks.in_order({node: _placed(nodes[node]) for node in used & nodes.keys()}, self._own_node)
+        order = [*rack_of, *sorted(used - rack_of.keys())]
+        bundles = defaultdict[int, deque[int]](deque)
+        for bundle in sorted(by_bundle, key=lambda bundle: (order.index(by_bundle[bundle]), bundle)):
+            bundles[self._sizes[bundle]].append(bundle)
+        locations: list[Location] = []
+        for group in groups:
+            if not bundles[len(group)]:
+                return None
+            bundle = bundles[len(group)].popleft()
+            host = self._host_number(by_bundle[bundle], order)
+            for slot in range(len(group)):
+                place = Place(bundle, slot, by_bundle[bundle])
+                if place not in self._places:
+                    self._places.append(place)
+                rack = rack_of.get(place.node, 0)
+                locations.append(Location(rack=rack, host=host, device=self._places.index(place)))
+        return tuple(locations)
+
+    def _host_number(self, node: str, live: Sequence[str]) -> int:
+        if node not in self._hosts:
+            free = [number for number, other in enumerate(self._hosts) if other not in live]
+            number = free[0] if free else len(self._hosts)
+            self._hosts[number : number + 1] = [node]
+        return self._hosts.index(node)
+
+    def _prepare(self, bundle: int) -> bool:
+        """Prepare the model at a place, so that the engine pauses for a short time only when it uses the place."""
+        config = self._config
+        assert config is not None, "an engine looks for places after its first start"
+        command = StartWorker(config, 0, Contact(address=""), "", Path())
+        actor = self._actor(bundle)
+        try:
+            reason = bytes(ray.get(actor.prepare.remote(self.order(command)), timeout=_START_TIMEOUT_S)).decode()
+        except (RayError, TimeoutError) as error:
+            reason = str(error).strip().partition("\n")[0]
+        finally:
+            ray.kill(actor)
+        if reason:
+            _log.warning("a new host cannot be used: %s", reason)
+        return not reason
 
     def actor(self, location: Location) -> ActorHandle:
-        """Create the actor of a rank, at the location of the placement that the rank has."""
-        place = PlacementGroupSchedulingStrategy(
-            self._reserved, placement_group_bundle_index=self._bundles[location.device]
-        )
+        """Create the actor of a rank, at its location."""
+        return self._actor(self._places[location.device].bundle)
+
+    def _actor(self, bundle: int) -> ActorHandle:
+        place = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=bundle)
         return (
             ray.remote(RankActor)
             .options(
@@ -222,20 +313,26 @@ class RayWorker:
 
     def __init__(self, actor: ActorHandle, pid: int) -> None:
         self.pid, self._actor, self._code = pid, actor, actor.wait.remote()
+        self._killed_s = inf
 
     def wait(self, timeout_s: float | None = None) -> int:
-        if not ray.is_initialized():
-            return _LOST
-        try:
-            code: int = ray.get(self._code, timeout=timeout_s)
-        except GetTimeoutError as error:
-            raise TimeoutError(f"worker process {self.pid} still runs after {timeout_s} s") from error
-        except RayError:
-            return _LOST
-        return code
+        """Return its exit code. The host of a killed worker may be silent, so its end needs no confirmation."""
+        deadline_s = inf if timeout_s is None else time.monotonic() + timeout_s
+        while ray.is_initialized() and time.monotonic() < self._killed_s + _END_TIMEOUT_S:
+            try:
+                code: int = ray.get(self._code, timeout=min(max(0.0, deadline_s - time.monotonic()), _CHECK_S))
+            except GetTimeoutError as error:
+                if time.monotonic() >= deadline_s:
+                    raise TimeoutError(f"worker process {self.pid} still runs after {timeout_s} s") from error
+            except RayError:
+                break
+            else:
+                return code
+        return _LOST
 
     def kill(self) -> None:
         if ray.is_initialized():
+            self._killed_s = min(self._killed_s, time.monotonic())
             ray.kill(self._actor)
 
     def destroy(self) -> None:
@@ -271,6 +368,11 @@ def _disconnect() -> None:
         if _is_ours and not _num_users:
             _is_ours = False
             ray.shutdown()
+
+
+def _nodes() -> dict[str, dict[str, Any]]:
+    """Return the nodes that Ray considers alive, by their ids."""
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
 
 
 def _too_small(groups: Sequence[range], per_rank: dict[str, float], nodes: Iterable[dict[str, Any]]) -> ParameterError:

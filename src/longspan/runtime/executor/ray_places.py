@@ -1,0 +1,94 @@
+"""Places on the hosts of a Ray cluster: which hosts answer, and which places an engine can use again."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayError
+
+_CONNECT_TIMEOUT_S = 1.0
+"""Seconds for a connection to a node's Ray process. Ray itself notices a cut link after about 65 s."""
+_LOOK_S = 3.0
+"""Seconds between looks for new places."""
+_JOIN_TIMEOUT_S = 5.0
+_log = logging.getLogger("longspan")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank: a bundle of resources on a Ray node, and the rank's number in the bundle."""
+
+    bundle: int
+    slot: int
+    node: str
+
+
+def answering(nodes: Mapping[str, dict[str, Any]]) -> set[str]:
+    """Return the ids of the nodes that accept a connection. A killed node and a cut link are noticed at once."""
+    if not nodes:
+        return set()
+    with ThreadPoolExecutor(len(nodes)) as threads:
+        answers = threads.map(_answers, nodes.values())
+        return {node for node, answer in zip(nodes, answers, strict=True) if answer}
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    address = node["NodeManagerAddress"], node["NodeManagerPort"]
+    try:
+        with socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
+
+
+class LookOut:
+    """Looks for places in a thread, while an engine uses fewer than it could.
+
+    Args:
+        usable: returns the bundles that live hosts have, with their nodes.
+        prepare: prepares a bundle for a rank. Returns False if the rank would not start there.
+    """
+
+    def __init__(self, usable: Callable[[], Mapping[int, str]], prepare: Callable[[int], bool]) -> None:
+        self._usable, self._prepare = usable, prepare
+        self._end, self._news = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_news(self) -> bool:
+        return self._news.is_set()
+
+    def begin(self, known: Iterable[int]) -> None:
+        """Look for bundles besides the known ones, in place of an earlier look-out."""
+        self.close()
+        self._end, self._news = threading.Event(), threading.Event()
+        arguments = {*known}, self._end, self._news
+        self._thread = threading.Thread(target=self._look, args=arguments, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the look-out. A bundle that is being prepared may be ready later, without effect."""
+        self._end.set()
+        self._news = threading.Event()
+        if self._thread is not None:
+            self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _look(self, known: set[int], end: threading.Event, news: threading.Event) -> None:
+        tried = set[tuple[int, str]]()
+        while not end.wait(_LOOK_S):
+            try:
+                for place in self._usable().items():
+                    if place[0] not in known and place not in tried:
+                        tried.add(place)
+                        if self._prepare(place[0]):
+                            known.add(place[0])
+                            news.set()
+            except (RayError, RuntimeError) as error:  # of a connection to Ray that has ended
+                if not end.is_set():
+                    _log.warning("Ray does not tell which hosts have places: %s", str(error).partition("\n")[0])
