@@ -291,7 +291,8 @@ def test_a_worker_killed_for_lack_of_memory_is_reported_with_remedies(
         assert flag in lost.value.reason
 
 
-NOTICES, ENDS = fails(2, peer=True), exits(2, 1)
+NOTICES, ENDS, DISCONNECTS = fails(2, peer=True), exits(2, 1), exits(2, messages.DISCONNECTED)
+SILENT = "its connection has ended, or its host is silent"
 
 
 @pytest.mark.parametrize(
@@ -308,6 +309,11 @@ NOTICES, ENDS = fails(2, peer=True), exits(2, 1)
         ([ENDS, NOTICES, fails(1)], 1, "ValueError: no"),
         ([ENDS, exits(0, -signal.SIGKILL)], 0, "its process was killed by SIGKILL"),
         ([ENDS], 2, "its process exited with code 1"),
+        ([NOTICES, exits(1, messages.DISCONNECTED)], 1, SILENT),
+        ([NOTICES, exits(2, messages.DISCONNECTED)], 2, "a peer is gone"),
+        ([DISCONNECTS], 2, SILENT),
+        ([DISCONNECTS, fails(0, peer=True), exits(0, 1)], 2, SILENT),
+        ([DISCONNECTS, fails(0)], 0, "ValueError: no"),
     ],
 )
 def test_the_rank_that_failed_is_named_instead_of_its_peer(
@@ -317,11 +323,10 @@ def test_the_rank_that_failed_is_named_instead_of_its_peer(
     puppets, blame = Puppets(), WorkerExecutor._blame
     first, *others = acts
 
-    def act_first(executor: WorkerExecutor, noticed_by: int, words: str) -> NoReturn:
-        assert noticed_by == 2
-        for act in others:
-            act(puppets)
-        blame(executor, noticed_by, words)
+    def act_first(executor: WorkerExecutor, noticed_by: int, words: str, **given: bool) -> NoReturn:
+        while others:
+            others.pop(0)(puppets)
+        blame(executor, noticed_by, words, **given)
 
     monkeypatch.setattr(WorkerExecutor, "_blame", act_first)
     monkeypatch.setattr(control_plane, "_BLAME_TIMEOUT_S", 0.1)

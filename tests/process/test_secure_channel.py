@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -20,12 +25,12 @@ from torch.distributed import DistStoreError, PrefixStore
 
 from longspan import LLM, SamplingParams
 from longspan.errors import WorkerLostError
-from longspan.runtime import messages
+from longspan.runtime import heartbeats, messages
 from longspan.runtime.contact import Contact, Keys
 from longspan.runtime.executor import secure_channel
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.executor.secure_channel import SecureChannel
-from longspan.runtime.store import ControllerStore
+from longspan.runtime.store import AddTo, ControllerStore
 from longspan.service import Service
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -140,6 +145,91 @@ def test_the_store_keeps_the_laws_of_pytorch() -> None:
         waiting.join(10)
         assert answers == [b"here"]
         assert store.delete_key("x") and not store.delete_key("x") and not store.check(["x"])
+        mine.close()
+
+
+def test_a_dropped_connection_is_reported_at_once() -> None:
+    """Messages of it may be lost. Connections of clients that sent no greeting are ignored."""
+    with channel() as controller:
+        assert controller.contact.keys is not None
+        with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.DEALER) as socket:
+            controller.contact.keys.encrypt(socket)
+            socket.connect(controller.contact.address)
+            time.sleep(0.3)
+            socket.linger = 0
+        with worker(controller.contact, 3) as socket:
+            socket.send(b"a report")
+            assert controller.receive(10.0) == b"a report"
+        report = controller.receive(10.0)
+        assert report is not None
+        assert msgspec.msgpack.decode(report, type=messages.Report) == messages.Exited(3, messages.DISCONNECTED)
+        assert controller.receive(0.3) is None
+
+
+def test_a_silent_worker_is_lost_long_before_the_step_timeout(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "INTERVAL_S", 0.2)
+    monkeypatch.setattr(heartbeats, "SILENCE_S", 1.0)
+    with TcpLLM(str(tiny), dtype="float32", skip_tokenizer_init=True, instances=1) as llm:
+        os.kill(llm.service.executor.pids[0], signal.SIGSTOP)
+        with pytest.raises(WorkerLostError, match="rank 0 was lost: its connection has ended, or its host is silent"):
+            llm.generate([PROMPT], GREEDY, use_tqdm=False)
+
+
+LISTEN = """
+import msgspec, time
+from longspan.runtime.executor.secure_channel import SecureChannel
+print(msgspec.json.encode(SecureChannel("127.0.0.1").contact).decode(), flush=True)
+time.sleep(100)
+"""
+"""A controller that does nothing."""
+FOLLOW = """
+import msgspec, sys, time, zmq
+from longspan.runtime import contact, heartbeats
+heartbeats.INTERVAL_S, heartbeats.SILENCE_S = 0.2, 1.0
+socket = msgspec.json.decode(sys.argv[1], type=contact.Contact).connect(zmq.Context(), 0)
+with heartbeats.exits_without_controller(socket):
+    time.sleep(2)
+    print("connected", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_worker_exits_when_its_controller_is_silent_or_ends(end: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True) as controller:
+        assert controller.stdout is not None
+        command = [sys.executable, "-c", FOLLOW, controller.stdout.readline()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:
+            try:
+                assert follower.stdout is not None and follower.stdout.readline() == "connected\n"
+                controller.send_signal(end)
+                assert follower.wait(20) == heartbeats.LOST_CONTROLLER
+            finally:
+                controller.kill()
+                follower.kill()
+
+
+@pytest.mark.parametrize(
+    "frames", [[b"", b"no request"], [b"", msgspec.msgpack.encode(AddTo("text", 1))], [b"x"], [b"", b"", b"\xc1", b""]]
+)
+def test_a_malformed_request_with_the_keys_of_the_run_harms_no_other_worker(
+    frames: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    with channel() as controller:
+        mine, contact = ControllerStore(controller.contact), controller.contact
+        mine.set("text", "no number")
+        assert contact.keys is not None and contact.store is not None
+        with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.DEALER) as socket:
+            contact.keys.encrypt(socket)
+            socket.connect(contact.store)
+            socket.send_multipart(frames)
+            deadline_s = time.monotonic() + 10
+            while not caplog.messages:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+            socket.linger = 0
+        assert "the rendezvous store ignores a request that it cannot read" in caplog.text
+        assert mine.get("text") == b"no number"
         mine.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import tomllib
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -68,15 +68,21 @@ def largest_share(capacities: Sequence[int], groups: Sequence[range]) -> int:
     return 1
 
 
-def in_order_of_hosts(groups: Sequence[range], hosts: Sequence[int]) -> list[int]:
+def in_order_of_hosts(groups: Sequence[range], sizes: Sequence[int], hosts: Mapping[int, int]) -> list[int] | None:
     """Assign a bundle to each group, so that neighbouring groups share hosts. Return the bundle of each group.
 
     Args:
-        hosts: the host of each bundle. Bundle i was reserved for group i, and groups of one size may exchange theirs.
+        sizes: the number of ranks that each bundle holds. A group gets a bundle of its size.
+        hosts: the host of each usable bundle, by its position in the order of proximity.
+
+    Returns:
+        None if there are too few usable bundles.
     """
     bundles = defaultdict[int, deque[int]](deque)
-    for bundle in sorted(range(len(groups)), key=lambda bundle: hosts[bundle]):
-        bundles[len(groups[bundle])].append(bundle)
+    for bundle in sorted(hosts, key=lambda bundle: (hosts[bundle], bundle)):
+        bundles[sizes[bundle]].append(bundle)
+    if any(count > len(bundles[size]) for size, count in Counter(map(len, groups)).items()):
+        return None
     return [bundles[len(group)].popleft() for group in groups]
 
 

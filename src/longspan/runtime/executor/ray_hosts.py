@@ -10,9 +10,9 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -30,7 +30,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from longspan.core.cluster import Cluster
 from longspan.core.fleets import Fleet
 from longspan.core.locations import Location
-from longspan.core.placement import RACK_LABEL, PlacedHost, Placement, Racks, largest_share, rank_groups
+from longspan.core.placement import (
+    RACK_LABEL,
+    PlacedHost,
+    Placement,
+    Racks,
+    in_order_of_hosts,
+    largest_share,
+    rank_groups,
+)
 from longspan.errors import ParameterError, WorkerLostError
 from longspan.model.source import ALIAS
 from longspan.runtime.contact import Contact
@@ -45,6 +53,8 @@ _PLACE_TIMEOUT_S = 60.0
 """Seconds to wait for CPUs and devices that other jobs of the cluster use, or that an autoscaler adds."""
 _START_TIMEOUT_S = 1800.0
 """Seconds for an actor to prepare the model. A host may have to download it."""
+_CONNECT_TIMEOUT_S = 5.0
+"""Seconds to connect to the address of a Ray cluster, which takes milliseconds in a local network."""
 _CHECK_S = 2.0
 """Seconds between checks for lost hosts while actors start."""
 _END_TIMEOUT_S = 2.0
@@ -109,7 +119,7 @@ class RayHosts:
             locations = self._locations(groups, nodes, self._by_bundle())
             assert locations is not None, "there is a bundle for each group"
             self.placement = Placement(locations=locations, threads=self._threads)
-            _log.info("hosts of the ranks, by Ray: %s", ", ".join(map(self._name, self._hosts)))
+            _log.info("hosts of the ranks, by Ray: %s", self.names(self.placement.of(clusters[0])))
             self._look_out = LookOut(self.usable, self._prepare)
             acquired.callback(self._look_out.close)
             self._acquired = acquired.pop_all()
@@ -166,8 +176,10 @@ class RayHosts:
         return self._name(self._places[location.device].node)
 
     def names(self, cluster: Cluster) -> str:
-        """Return the names of the hosts of a cluster."""
-        return ", ".join(dict.fromkeys(map(self.name, cluster.locations)))
+        """Return the names and addresses of the hosts of a cluster."""
+        nodes = _nodes()
+        used = dict.fromkeys(self._places[location.device].node for location in cluster.locations)
+        return ", ".join(f"{self._name(node)} ({nodes[node]['NodeManagerAddress']})" for node in used if node in nodes)
 
     def _name(self, node: str) -> str:
         return self._names.get(node, node)
@@ -185,14 +197,11 @@ class RayHosts:
         used = {*by_bundle.values()}
         rack_of = self._racks.in_order({node: _placed(nodes[node]) for node in used & nodes.keys()}, self._own_node)
         order = [*rack_of, *sorted(used - rack_of.keys())]
-        bundles = defaultdict[int, deque[int]](deque)
-        for bundle in sorted(by_bundle, key=lambda bundle: (order.index(by_bundle[bundle]), bundle)):
-            bundles[self._sizes[bundle]].append(bundle)
+        positions = {bundle: order.index(node) for bundle, node in by_bundle.items()}
+        if (bundles := in_order_of_hosts(groups, self._sizes, positions)) is None:
+            return None
         locations: list[Location] = []
-        for group in groups:
-            if not bundles[len(group)]:
-                return None
-            bundle = bundles[len(group)].popleft()
+        for group, bundle in zip(groups, bundles, strict=True):
             host = self._host_number(by_bundle[bundle], order)
             for slot in range(len(group)):
                 place = Place(bundle, slot, by_bundle[bundle])
@@ -346,19 +355,35 @@ def _connect(address: str | None) -> None:
     global _num_users, _is_ours  # noqa: PLW0603 - Ray has one connection per process
     with _connecting:
         if not ray.is_initialized():
+            _check_address(address or os.environ.get("RAY_ADDRESS", ""))
             is_main = threading.current_thread() is threading.main_thread()
             handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
                 ray.init(address, log_to_driver=False, logging_level=logging.WARNING, include_dashboard=False)
             except (ConnectionError, ValueError, RuntimeError, RayError) as error:
                 reason = str(error).strip().partition("\n")[0]
-                problem = f"has no Ray cluster ({reason}): run `ray start` on its hosts, or check the address and token"
-                raise ParameterError("ray_address", problem, address) from error
+                raise _no_cluster(address, reason) from error
             finally:
                 for number, handler in handlers.items() if is_main else ():
                     signal.signal(number, handler)
             _is_ours = True
         _num_users += 1
+
+
+def _check_address(address: str) -> None:
+    """Raise ParameterError if no process listens at `host:port`. Ray itself would wait for minutes."""
+    host, colon, port = address.rpartition(":")
+    if not colon or "/" in address or not port.isdecimal():  # `auto`, `local`, `ray://...`
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, str(error)) from error
+
+
+def _no_cluster(address: str | None, reason: str) -> ParameterError:
+    problem = f"has no Ray cluster ({reason}): run `ray start` on its hosts, or check the address and token"
+    return ParameterError("ray_address", problem, address)
 
 
 def _disconnect() -> None:

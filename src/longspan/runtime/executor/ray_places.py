@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ _CONNECT_TIMEOUT_S = 1.0
 """Seconds for a connection to a node's Ray process. Ray itself notices a cut link after about 65 s."""
 _LOOK_S = 3.0
 """Seconds between looks for new places."""
+_RETRY_S = 30.0
+"""Seconds before a place where no rank can start is tried again."""
 _JOIN_TIMEOUT_S = 5.0
 _log = logging.getLogger("longspan")
 
@@ -80,15 +84,16 @@ class LookOut:
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def _look(self, known: set[int], end: threading.Event, news: threading.Event) -> None:
-        tried = set[tuple[int, str]]()
+        retry_s = defaultdict[tuple[int, str], float](float)  # by place
         while not end.wait(_LOOK_S):
             try:
                 for place in self._usable().items():
-                    if place[0] not in known and place not in tried:
-                        tried.add(place)
-                        if self._prepare(place[0]):
-                            known.add(place[0])
-                            news.set()
+                    if place[0] in known or time.monotonic() < retry_s[place]:
+                        continue
+                    if self._prepare(place[0]):
+                        known.add(place[0])
+                        news.set()
+                    retry_s[place] = time.monotonic() + _RETRY_S
             except (RayError, RuntimeError) as error:  # of a connection to Ray that has ended
                 if not end.is_set():
                     _log.warning("Ray does not tell which hosts have places: %s", str(error).partition("\n")[0])
