@@ -27,7 +27,7 @@ from longspan.core.steps import Forward, Free, Step
 from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.limits import Memory
 from longspan.runtime import messages
-from longspan.runtime.executor import control_plane, processes
+from longspan.runtime.executor import causes, control_plane, processes
 from longspan.runtime.executor.channel import Channel
 from longspan.runtime.executor.control_plane import WorkerExecutor
 
@@ -320,16 +320,17 @@ def test_the_rank_that_failed_is_named_instead_of_its_peer(
     acts: list[Callable[[Puppets], None]], rank: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that ends with code 1 reports the reason, but its end may be seen before."""
-    puppets, blame = Puppets(), WorkerExecutor._blame
+    puppets, cause_of = Puppets(), causes.cause_of
     first, *others = acts
 
-    def act_first(executor: WorkerExecutor, noticed_by: int, words: str, **given: bool) -> NoReturn:
-        while others:
-            others.pop(0)(puppets)
-        blame(executor, noticed_by, words, **given)
+    def act_first(report: Any, receive: Any) -> Any:
+        assert report.rank == 2
+        for act in others:
+            act(puppets)
+        return cause_of(report, receive)
 
-    monkeypatch.setattr(WorkerExecutor, "_blame", act_first)
-    monkeypatch.setattr(control_plane, "_BLAME_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(causes, "cause_of", act_first)
+    monkeypatch.setattr(causes, "TIMEOUT_S", 0.1)
     executor = WorkerExecutor(puppets, step_timeout_s=60.0)
     first(puppets)
     with pytest.raises(WorkerLostError) as lost:

@@ -178,7 +178,8 @@ def test_a_silent_worker_is_lost_long_before_the_step_timeout(tiny: Path, monkey
 LISTEN = """
 import msgspec, time
 from longspan.runtime.executor.secure_channel import SecureChannel
-print(msgspec.json.encode(SecureChannel("127.0.0.1").contact).decode(), flush=True)
+channel = SecureChannel("127.0.0.1")
+print(msgspec.json.encode(channel.contact).decode(), flush=True)
 time.sleep(100)
 """
 """A controller that does nothing."""

@@ -69,14 +69,11 @@ def largest_share(capacities: Sequence[int], groups: Sequence[range]) -> int:
 
 
 def in_order_of_hosts(groups: Sequence[range], sizes: Sequence[int], hosts: Mapping[int, int]) -> list[int] | None:
-    """Assign a bundle to each group, so that neighbouring groups share hosts. Return the bundle of each group.
+    """Assign a bundle to each group, so that neighbouring groups share hosts. Return None if there are too few.
 
     Args:
         sizes: the number of ranks that each bundle holds. A group gets a bundle of its size.
         hosts: the host of each usable bundle, by its position in the order of proximity.
-
-    Returns:
-        None if there are too few usable bundles.
     """
     bundles = defaultdict[int, deque[int]](deque)
     for bundle in sorted(hosts, key=lambda bundle: (hosts[bundle], bundle)):

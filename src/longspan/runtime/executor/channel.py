@@ -71,9 +71,7 @@ class Channel:
             if self._local in ready:  # few: ends of workers and completed copies of a disk
                 return self._local.recv()
             if self._workers in ready:
-                rank, report = self._read()
-                if not report:
-                    self._greet(rank)
+                report = self._read()
             elif self._events in ready:
                 report = self._ended()
             else:
@@ -81,13 +79,15 @@ class Channel:
             if report:
                 return report
 
-    def _read(self) -> tuple[int, bytes]:
+    def _read(self) -> bytes:
+        """Return a report, or nothing after a greeting."""
         routing_id, report = self._workers.recv_multipart()
-        return int(routing_id), report
+        if not report:
+            self._greet(int(routing_id))
+        return report
 
     def _ended(self) -> bytes:
-        """Take an event of `_events`: the end of a connection. Return a report if it was the connection of a worker."""
-        raise NotImplementedError
+        raise NotImplementedError("local connections end with their worker")
 
     def _greet(self, rank: int) -> None:
         self._connected.add(rank)

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
-_BLAME_TIMEOUT_S = 3.0
-"""Seconds to wait for the report of the causing rank, after a rank lost a peer or exited with an exception."""
-_LOST_CONNECTION = "its connection has ended, or its host is silent"
 _MIN_WAIT_S = 0.1
 """Minimum seconds to wait for reports before a rank counts as stalled. The controller itself may have been stopped."""
 
@@ -278,43 +275,17 @@ class WorkerExecutor:
             case messages.Stored(number, num_bytes, failed):
                 sent: BytesSent = {("disk_copy", "same_host"): num_bytes}
                 return Completion(number=number, sampled=(), bytes_sent=sent, failed=failed)
-            case messages.Failed(rank, reason, peer=True):
-                self._blame(rank, reason)
-            case messages.Failed(rank, reason, memory=True):
-                self._lose(rank, reason, OutOfMemoryError)
-            case messages.Failed(rank, reason):
-                self._lose(rank, reason)
-            case messages.Exited(rank, 1):  # its Failed report uses another socket, so it may arrive later
-                self._blame(rank, how_ended(1))
-            case messages.Exited(rank, messages.DISCONNECTED):  # if the worker has ended, its exit code follows
-                self._blame(rank, _LOST_CONNECTION, is_victim=False)
+            case messages.Failed(peer=True) | messages.Exited(code=1 | messages.DISCONNECTED):
+                from longspan.runtime.executor.causes import cause_of  # noqa: PLC0415 - few workers are lost
+
+                self._take(cause_of(report, self._receive))
+            case messages.Failed(rank, reason, memory=memory):
+                self._lose(rank, reason, OutOfMemoryError if memory else WorkerLostError)
             case messages.Exited(rank, code):
-                self._lose_ended(rank, code)
+                if (lacked := lack_of_memory(code, self._num_oom_kills)) is not None:
+                    self._lose(rank, f"{how_ended(code)}: {lacked}", OutOfMemoryError)
+                self._lose(rank, how_ended(code))
         return None
-
-    def _blame(self, rank: int, reason: str, *, is_victim: bool = True) -> NoReturn:
-        """Wait for the report of the causing rank, after a rank lost a peer, a connection or exited with an exception.
-
-        Victims lost a peer, so their ends have another cause.
-        """
-        deadline, victims = time.monotonic() + _BLAME_TIMEOUT_S, {rank} if is_victim else set()
-        while (report := self._receive(deadline - time.monotonic())) is not None:
-            match report:
-                case messages.Failed(other, text, peer):
-                    if not peer:
-                        self._take(report)
-                    victims.add(other)
-                    reason = text if other == rank and is_victim else reason
-                case messages.Exited(other, messages.DISCONNECTED) if is_victim and other not in victims:
-                    self._blame(other, _LOST_CONNECTION, is_victim=False)
-                case messages.Exited(other, code) if code not in (1, messages.DISCONNECTED) and other not in victims:
-                    self._lose_ended(other, code)
-        self._lose(rank, reason)
-
-    def _lose_ended(self, rank: int, code: int) -> NoReturn:
-        if (lacked := lack_of_memory(code, self._num_oom_kills)) is not None:
-            self._lose(rank, f"{how_ended(code)}: {lacked}", OutOfMemoryError)
-        self._lose(rank, how_ended(code))
 
     def _lose(self, rank: int, reason: str, kind: type[WorkerLostError] = WorkerLostError) -> NoReturn:
         for worker in self._workers:

@@ -65,14 +65,15 @@ class SecureChannel(Channel):
         self._workers.bind(address)
         return Contact(address=self._workers.get_string(zmq.LAST_ENDPOINT), store=where, keys=keys)
 
-    def _read(self) -> tuple[int, bytes]:
+    def _read(self) -> bytes:
         sender, report = self._workers.recv_multipart(copy=False)
-        rank = int(sender.bytes)
-        if not report.bytes:  # a greeting
-            self._ranks[int(sender.get(zmq.SRCFD))] = rank
-        return rank, report.bytes
+        if not report.bytes:
+            self._ranks[int(sender.get(zmq.SRCFD))] = int(sender.bytes)
+            self._greet(int(sender.bytes))
+        return report.bytes
 
     def _ended(self) -> bytes:
+        """Take the end of a connection. Return a report if it was the connection of a worker, else nothing."""
         assert self._events is not None, "the sockets are bound"
         rank = self._ranks.pop(int(recv_monitor_message(self._events)["value"]), None)
         if rank is None:  # refused by its key, or it sent no greeting
