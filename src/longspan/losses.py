@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from longspan.core.fleets import Fleet, fleet_text, parts, without
-from longspan.errors import WorkerLostError
+from longspan.errors import ParameterError, WorkerLostError
 from longspan.resolve import ResolvedEngine
 
 if TYPE_CHECKING:  # needs Ray
@@ -45,15 +45,19 @@ def largest_part(setup: ResolvedEngine, fleet: Fleet, resolve: Resolve) -> Resol
     raise refused
 
 
-def why_not_smaller(setup: ResolvedEngine, resolve: Resolve) -> str | None:
-    """Return why the engine cannot lose one of its instances, or None if it can lose any of them."""
+def check_smaller(setup: ResolvedEngine, resolve: Resolve, spec: str | None) -> None:
+    """Raise ParameterError if the engine cannot lose any of its instances. `spec`: of a re-shard, not of a start."""
     cluster = setup.config.cluster
     try:
         for instance in cluster.instances:
             without_ranks(setup, (cluster.ranks(instance).start,), setup.config.fleet, resolve)
     except ValueError as error:
-        return str(error)
-    return None
+        if spec is None:
+            problem = f"is 0, but after the loss of a worker the rest cannot serve ({error}): allow 1 or more"
+            raise ParameterError("max_worker_restarts", problem, 0) from None
+        problem = f"{spec} cannot serve without a lost worker, and `max_worker_restarts` is 0 ({error})"
+        remedy = "choose more instances, or start a new engine with `max_worker_restarts` of 1 or more"
+        raise ParameterError("parallel", f"{problem}: {remedy}", spec) from None
 
 
 def on_live_hosts(setup: ResolvedEngine, wanted: Fleet, hosts: RayHosts, resolve: Resolve) -> ResolvedEngine:

@@ -17,7 +17,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
 from longspan.core.options import PolicySettings
 from longspan.core.sparse import is_tuned
-from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
+from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.model.files import ModelFiles, lock_folder
 from longspan.pool_sizes import by_rule, measures_memory, memory_remedy, unbounded
 from longspan.resolve import ResolvedEngine, check_windows, kernels_of
@@ -109,9 +109,7 @@ class Service:
             record_times=given.record_times,
             host_memory=tuple(memory.path for memory in self._host_memory),
         )
-        if self._max_worker_restarts == 0 and (reason := self._why_not_smaller(setup)) is not None:
-            problem = f"is 0, but after the loss of a worker the rest cannot serve ({reason}): allow 1 or more"
-            raise ParameterError("max_worker_restarts", problem, 0)
+        self._check_smaller(setup)
         if is_measured:
             from longspan.measured_pools import start_measured  # noqa: PLC0415 - only on CUDA devices
 
@@ -298,11 +296,7 @@ class Service:
         check_text("parallel", spec)
         chosen = replace(self.setup, choice=self.setup.choice.changed(changes))
         setup = self._on(chosen, chosen.fleet_of(spec, self.engine.config.cluster))
-        reason = self._why_not_smaller(setup) if self._max_worker_restarts == 0 else None
-        if reason is not None:
-            problem = f"{spec} cannot serve without a lost worker, and `max_worker_restarts` is 0 ({reason})"
-            remedy = "choose more instances, or start a new engine with `max_worker_restarts` of 1 or more"
-            raise ParameterError("parallel", f"{problem}: {remedy}", spec)
+        self._check_smaller(setup, spec)
         self.engine.reshard(Change.to(setup.config, setup.policy))
         self._wanted = setup.config.fleet
         self._set(setup)
@@ -311,10 +305,12 @@ class Service:
         """Resolve the chosen policy for another fleet."""
         return setup.on(fleet, self._worker_config.threads_among(fleet[0].num_ranks))
 
-    def _why_not_smaller(self, setup: ResolvedEngine) -> str | None:
-        from longspan.losses import why_not_smaller  # noqa: PLC0415 - rarely needed
+    def _check_smaller(self, setup: ResolvedEngine, spec: str | None = None) -> None:
+        """Raise ParameterError if no worker is replaced, but the engine cannot lose any of its instances."""
+        if self._max_worker_restarts == 0:
+            from longspan.losses import check_smaller  # noqa: PLC0415 - rarely needed
 
-        return why_not_smaller(setup, self._on)
+            check_smaller(setup, self._on, spec)
 
     def reset_prefix_cache(self) -> None:
         """Remove the KV of finished requests, also from disks. Raise RuntimeError if requests are unfinished."""

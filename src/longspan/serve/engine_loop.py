@@ -321,7 +321,7 @@ class EngineLoop:
         is_replaced = max_restarts is None or self._num_restarts < max_restarts
         _log.error("%s; %s", error, "starting new workers" if is_replaced else "continuing without its instance")
         self._send(messages.Restarting(str(error), is_replaced=is_replaced))
-        failed, fleet = [], self._engine.config.fleet
+        failed, before = list[_Served](), self._engine.config.fleet
         for served in self._served.values():
             if any(choice.request.group for choice in served.state.choices):
                 served.num_losses += 1
@@ -335,7 +335,7 @@ class EngineLoop:
             self._num_restarts += 1
         else:
             self._shrink(error)
-        is_changed = not is_replaced or self._engine.config.fleet != fleet
+        is_changed = not is_replaced or self._engine.config.fleet != before
         if is_changed:
             _log.warning("continuing as %s", fleet_text(self._engine.config.fleet))
             failed += self._report_failures(failed)

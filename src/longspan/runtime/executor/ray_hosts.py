@@ -158,7 +158,9 @@ class RayHosts:
         Hosts keep their numbers. A new host gets the number of a lost one.
         """
         locations = self._locations(rank_groups(fleet), _nodes(), usable)
-        return locations and tuple(replace(cluster, locations=locations[: cluster.num_ranks]) for cluster in fleet)
+        if locations is None:
+            return None
+        return tuple(replace(cluster, locations=locations[: cluster.num_ranks]) for cluster in fleet)
 
     def look_out(self, usable: Mapping[int, str] | None) -> None:
         """Look for places besides these bundles from now on, or stop looking if None. `has_news` returns True then."""
