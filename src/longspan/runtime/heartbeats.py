@@ -25,7 +25,7 @@ _log = logging.getLogger("longspan.worker")
 
 
 def send_heartbeats(socket: zmq.Socket[bytes]) -> None:
-    """Send heartbeats on the later connections of a socket, and close those that are silent."""
+    """Send heartbeats on the later connections of a socket, and close silent connections."""
     socket.heartbeat_ivl = round(INTERVAL_S * 1000)
     socket.heartbeat_timeout = socket.heartbeat_ttl = round(SILENCE_S * 1000)
 

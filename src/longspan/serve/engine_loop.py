@@ -327,9 +327,7 @@ class EngineLoop:
                 served.num_losses += 1
                 if served.num_losses >= _MAX_LOSSES:
                     failed.append(served)
-                    cause = ", for lack of memory" if isinstance(error, OutOfMemoryError) else ""
-                    reason = f"workers were lost {_MAX_LOSSES} times while this request ran{cause}"
-                    self._send(messages.Failed(served.id, reason))
+                    self._send(messages.Failed(served.id, _cause_of_losses(error)))
         if is_replaced:
             self._start_workers(error)
             self._num_restarts += 1
@@ -339,9 +337,20 @@ class EngineLoop:
         if is_changed:
             _log.warning("continuing as %s", fleet_text(self._engine.config.fleet))
             failed += self._report_failures(failed)
-        self._service.executor.wakeup = self._socket
         for served in failed:  # after the start, since dropping a request sends `Free` to workers
             self._drop(served, "error")
+        self._restarted(is_changed=is_changed)
+
+    def _grow(self) -> None:
+        """Continue on more hosts. A loss meanwhile is handled as any other."""
+        _log.warning("%s; starting workers on them", reason := "hosts have returned or are new")
+        self._send(messages.Restarting(reason))
+        self._service.restart()
+        self._restarted(is_changed=True)
+
+    def _restarted(self, *, is_changed: bool) -> None:
+        """Report new workers, and another fleet if it has changed."""
+        self._service.executor.wakeup = self._socket
         self._send(messages.Restarted())
         if is_changed:
             if self._resharding is not None:
@@ -349,17 +358,6 @@ class EngineLoop:
                 problem = f"a worker was lost meanwhile: the other instances serve as {fleet}"
                 self._send(messages.Failed(self._resharding.id, problem))
             self._resharded(None)
-        self._send_outputs(messages.StepOutputs(), with_stats=True)  # no request runs now
-
-    def _grow(self) -> None:
-        """Continue on more hosts. A loss meanwhile is handled as any other."""
-        reason = "hosts have returned or are new"
-        _log.warning("%s; starting workers on them", reason)
-        self._send(messages.Restarting(reason))
-        self._service.restart()
-        self._service.executor.wakeup = self._socket
-        self._send(messages.Restarted())
-        self._resharded(None)
         self._send_outputs(messages.StepOutputs(), with_stats=True)  # no request runs now
 
     def _shrink(self, error: WorkerLostError) -> None:
@@ -375,12 +373,7 @@ class EngineLoop:
                 self._service.shrink(*lost)
                 return
             except ValueError as problem:
-                reason = (
-                    f"{error.reason}; --max-worker-restarts {self._setup.max_worker_restarts} allows no further "
-                    f"replacement, and the other instances cannot continue ({problem}): allow more restarts, or start "
-                    "again with more instances"
-                )
-                raise WorkerLostError(error.rank, reason) from error
+                raise _no_part(error, self._setup.max_worker_restarts, problem) from error
             except WorkerLostError as again:
                 _log.warning("%s; continuing without its instance, too", again)
                 error = again
@@ -416,6 +409,19 @@ class EngineLoop:
 
     def _send(self, report: messages.Report) -> None:
         self._socket.send(self._encoder.encode(report))
+
+
+def _cause_of_losses(error: WorkerLostError) -> str:
+    cause = ", for lack of memory" if isinstance(error, OutOfMemoryError) else ""
+    return f"workers were lost {_MAX_LOSSES} times while this request ran{cause}"
+
+
+def _no_part(error: WorkerLostError, max_restarts: int | None, problem: ValueError) -> WorkerLostError:
+    return WorkerLostError(
+        error.rank,
+        f"{error.reason}; --max-worker-restarts {max_restarts} allows no further replacement, and the other instances "
+        f"cannot continue ({problem}): allow more restarts, or start again with more instances",
+    )
 
 
 def _expected_ttft_s(service: Service, served: _Served, before: Iterable[_Served]) -> float | None:

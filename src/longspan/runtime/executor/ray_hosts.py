@@ -170,7 +170,7 @@ class RayHosts:
             self._look_out.begin(usable)
 
     def has_news(self) -> bool:
-        """Return True once more places can be used than at the latest `look_out`."""
+        """Return True once more places can be used than when `look_out` was called."""
         return self._look_out.has_news
 
     def name(self, location: Location) -> str:

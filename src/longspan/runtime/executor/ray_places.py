@@ -96,4 +96,4 @@ class LookOut:
                     retry_s[place] = time.monotonic() + _RETRY_S
             except (RayError, RuntimeError) as error:  # of a connection to Ray that has ended
                 if not end.is_set():
-                    _log.warning("Ray does not tell which hosts have places: %s", str(error).partition("\n")[0])
+                    _log.warning("no answer of Ray about places on hosts: %s", str(error).partition("\n")[0])
