@@ -33,7 +33,8 @@ def by_rule(given: EngineArgs) -> KvBytes:
     available = limits.memory().available
 
     def kv_bytes(cluster: Cluster, _instance: int, weight_bytes: int) -> int:
-        num_free = available - int(given.host_kv_gib * 2**30) * (max(cluster.hosts) + 1)
+        num_pools = 1 if given.executor == "ray" else max(cluster.hosts) + 1  # of the machine
+        num_free = available - int(given.host_kv_gib * 2**30) * num_pools
         weights = weight_bytes * cluster.spec.tp * cluster.spec.pp
         if given.device == "cpu" and weights > num_free:
             _warn_once(

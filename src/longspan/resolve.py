@@ -157,7 +157,8 @@ class ResolvedEngine:
         clusters = [phase.with_layers(info.num_layers, info.head_layers) for phase in resolved.phases or (cluster,)]
         for phase in clusters:
             check_split(info, model.files, phase, draft)
-        check_host_memory(given.host_kv_gib, clusters[0])
+        if placement is None:
+            check_host_memory(given.host_kv_gib, clusters[0])
         dtype = DTYPES[model.files.dtype]
         clusters = [with_pools(phase, model.record, info, given, kv_bytes, dtype=dtype) for phase in clusters]
         cluster, phases = clusters[0], tuple(clusters) if resolved.phases else ()
@@ -258,7 +259,8 @@ class ResolvedEngine:
         dtype, clusters = DTYPES[self.model.files.dtype], []
         for phase in fleet:
             num_spare, num_pools = phase.num_spare + num_unused, before.host_pools.start
-            cluster = replace(phase, num_spare=num_spare, num_device_pools=num_pools, locations=locations)
+            hosts = before.hosts_of_pools if before.host_blocks else ()
+            cluster = replace(phase, num_spare=num_spare, num_device_pools=num_pools, locations=locations, pool_hosts=hosts)
             cluster = cluster.with_layers(info.num_layers, info.head_layers)
             clusters.append(with_pools(cluster, self.model.record, info, given, self.kv_bytes, dtype=dtype))
         return tuple(clusters)

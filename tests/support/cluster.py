@@ -10,9 +10,11 @@ from checked_executor import CheckedExecutor, Slots
 from cluster_setup import VOCAB, Setup, UnevenCost, invented_token, rank_requests
 from profiles_on_hosts import measured_on
 
+from longspan.core.cluster import Cluster as Instances
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
 from longspan.core.kv.check import violations
+from longspan.core.kv.manager import Pools
 from longspan.core.kv.pool import BlockPool
 from longspan.core.kv.transfer import Transfer
 from longspan.core.policy import Policy
@@ -78,19 +80,28 @@ class Cluster:
         transfers = self.engine.kv.transfers
         return tuple(one for one in (transfers.in_progress if transfers else ()) if one.request.id == request_id)
 
-    def restart(self, policy: Policy | None = None) -> None:
+    def restart(
+        self,
+        policy: Policy | None = None,
+        *,
+        smaller: Instances | None = None,
+        lost_pools: Pools | None = None,
+    ) -> None:
         """Lose the workers and start new ones. With `policy`, use that policy from now on, on the first cluster of the
-        setup.
+        setup or on a `smaller` one. The slots of lost pools are lost.
         """
         before, cluster = self.executor, self.engine.config.cluster if policy is None else self.setup.cluster
+        cluster = cluster if smaller is None else smaller
         inner = SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(self.setup, cluster=cluster))
         self.executor = CheckedExecutor(inner, self.setup, cluster)
         self.executor.requests, self.executor.pool = before.requests, self._pool
         self.executor.reservation = self.transfer_of
         self.executor.steps = list(before.steps)
         self.executor.keep(before, ["host", "disk"])
+        for ref in [ref for ref in self.executor.slots if ref.pool in (lost_pools or ())]:
+            del self.executor.slots[ref]
         change = None if policy is None else Change(cluster=cluster, policy=policy)
-        self.engine.restart(self.executor, change)
+        self.engine.restart(self.executor, change, lost_pools=lost_pools)
 
     @property
     def saved(self) -> list[list[tuple[int, Content]]]:

@@ -48,6 +48,7 @@ class Cluster:
         head_layers: weights of the model's output head, as a multiple of a layer's weights.
         num_spare: ranks without an instance. They have the last numbers.
         num_device_pools: pool numbers reserved for instances, so that host pools keep their numbers in a new cluster.
+        pool_hosts: the rack and host of each host pool, likewise. Empty: the hosts of `locations`, in their order.
     """
 
     spec: ParallelSpec
@@ -61,6 +62,7 @@ class Cluster:
     head_layers: float = 0.0
     num_spare: int = 0
     num_device_pools: int = 0
+    pool_hosts: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.transfer_backends is not None:
@@ -165,7 +167,13 @@ class Cluster:
 
     def host_pool(self, instance: int) -> int:
         """Return the pool in the memory of an instance's host, which all instances of that host share."""
-        return self.host_pools.start + self.hosts[self.rank(instance)]
+        return self.host_pools.start + self.hosts_of_pools.index(self.location(instance).host_id)
+
+    @cached_property
+    def hosts_of_pools(self) -> tuple[tuple[int, int], ...]:
+        """The rack and host of each host pool. Ranks of a smaller cluster may use some of the pools only."""
+        hosts = dict.fromkeys(location.host_id for location in self.locations or (Location(),))
+        return self.pool_hosts or tuple(hosts)
 
     def disk_pool(self, host_pool: int) -> int | None:
         """Return the pool on the disk of the host with this pool, or None."""

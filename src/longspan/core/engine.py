@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 from longspan.core.config import EngineConfig, device_limit
 from longspan.core.intake import Intake, RequestOptions
 from longspan.core.kv.check import Watch
-from longspan.core.kv.manager import KvManager
+from longspan.core.kv.manager import KvManager, Pools
 from longspan.core.lifecycle import Clock, Lifecycle
 from longspan.core.policy import Policy
 from longspan.core.queues import Queues
@@ -181,14 +181,15 @@ class Engine:
             self._regrouping = Regrouping()
         return self._regrouping
 
-    def restart(self, executor: Executor, change: Change | None = None) -> None:
+    def restart(self, executor: Executor, change: Change | None = None, *, lost_pools: Pools | None = None) -> None:
         """Replace lost workers. The new ones have the places of `change`, with a policy, or those before the loss.
 
-        Every request waits again, and recomputes the KV that it had on devices. Contents of hosts and disks stay.
+        Every request waits again, and recomputes the KV that it had on devices. Contents of hosts and disks stay,
+        except in `lost_pools`, which have the given contents now.
         A request that exceeds the capacity of the new cluster ends with an error.
         """
         self._ranks.restart(executor)
-        self._lifecycle.lose()
+        self._lifecycle.lose({} if lost_pools is None else lost_pools)
         self._regroup().restart(change, self._clock.now())
         if change is not None:
             self._resume(change)

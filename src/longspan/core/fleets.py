@@ -56,7 +56,7 @@ def in_phases(cluster: Cluster) -> tuple[Cluster, Cluster]:
 
 
 def parts(fleet: Fleet) -> Iterator[Fleet]:
-    """Yield a fleet without its spare ranks, then its parts, largest first. With several host pools, yield no parts.
+    """Yield a fleet without its spare ranks, then its parts, largest first.
 
     A part lacks the last instances of some roles or phases. Each role and each phase keeps at least one instance.
     """
@@ -64,7 +64,7 @@ def parts(fleet: Fleet) -> Iterator[Fleet]:
     sizes = [len(cluster.ranks(group.start)) for cluster, group in groups]
     choices = product(*([group[:count] for count in range(len(group), 0, -1)] for _, group in groups))
     largest_first = sorted(choices, key=lambda choice: -sum(map(mul, map(len, choice), sizes)))
-    for kept in largest_first[:1] if _spans_host_pools(fleet) else largest_first:
+    for kept in largest_first:
         if not fleet[1:]:
             yield (_only(fleet[0], chain.from_iterable(kept)),)
             continue
@@ -81,14 +81,12 @@ def without(fleet: Fleet, rank: int) -> Fleet:
     A spare rank replaces a lost rank. With phases, the largest part with fewer ranks remains. Ranks are renumbered.
 
     Raises:
-        ParameterError: a role or phase has no other instance, or pools of hosts would not keep their numbers.
+        ParameterError: a role or phase has no other instance.
     """
     first = fleet[0]
     whole = next(parts(fleet))
     if whole[0].num_ranks < first.num_ranks:
         return whole
-    if _spans_host_pools(fleet):
-        _refuse(fleet, "has KV in the memory of several hosts")
     if fleet[1:]:
         smaller = next((part for part in parts(fleet) if part[0].num_ranks < first.num_ranks), None)
         return smaller or _refuse(fleet, f"needs all of its {first.num_ranks} ranks in one of its phases")
@@ -100,17 +98,13 @@ def without(fleet: Fleet, rank: int) -> Fleet:
     return (_only(first, [instance for instance in first.instances if instance != lost]),)
 
 
-def _spans_host_pools(fleet: Fleet) -> bool:
-    return bool(fleet[0].host_blocks) and len(set(fleet[0].hosts)) > 1
-
-
 def _refuse(fleet: Fleet, problem: str) -> NoReturn:
     text = fleet_text(fleet)
     raise ParameterError("parallel", f"{text} {problem}: restart all workers", text)
 
 
 def _only(cluster: Cluster, instances: Iterable[int]) -> Cluster:
-    """Return a cluster with some of its instances, in their order, and without spare ranks."""
+    """Return a cluster with some of its instances, in their order, and without spare ranks. Pools keep their numbers."""
     kept = list(instances)
     num_decode, decode = sum(instance in cluster.decode for instance in kept), cluster.decode_spec
     ranks = [rank for instance in kept for rank in cluster.ranks(instance)]
@@ -122,4 +116,5 @@ def _only(cluster: Cluster, instances: Iterable[int]) -> Cluster:
         num_blocks=tuple([cluster.num_blocks[instance] for instance in kept]) if cluster.num_blocks else (),
         num_spare=0,
         num_device_pools=cluster.host_pools.start,
+        pool_hosts=cluster.hosts_of_pools if cluster.host_blocks else (),
     )

@@ -59,8 +59,12 @@ def with_tiers(cluster: Cluster, block_bytes: float, *, host_kv_gib: float, disk
     """Return the cluster with pools in the memory and on the disk of each host. 0 GiB: no pool.
 
     Raises:
-        ParameterError: no block fits, or there is a disk pool but no host pool, through which disk blocks are loaded.
+        ParameterError: no block fits, a host has no number of a pool, or there is a disk pool but no host pool, through
+            which disk blocks are loaded.
     """
+    if {location.host_id for location in cluster.locations} - {*cluster.hosts_of_pools}:
+        problem = f"{host_kv_gib:g} has pools on the hosts of the start only: start a new engine for more hosts"
+        raise ParameterError("host_kv_gib", problem, host_kv_gib)
     blocks = []
     for name, gib in (("host_kv_gib", host_kv_gib), ("disk_kv_gib", disk_kv_gib)):
         if not gib >= 0:
@@ -70,7 +74,7 @@ def with_tiers(cluster: Cluster, block_bytes: float, *, host_kv_gib: float, disk
         if gib > (max_gib := MAX_TIER_BLOCKS * block_bytes / 2**30):
             problem = f"{gib:g} is more than {MAX_TIER_BLOCKS:,} blocks: allow at most {max_gib:g}"
             raise ParameterError(name, problem, gib)
-        blocks.append((int(gib * 2**30 // block_bytes),) * (max(cluster.hosts) + 1) if gib else ())
+        blocks.append((int(gib * 2**30 // block_bytes),) * len(cluster.hosts_of_pools) if gib else ())
     if disk_kv_gib and not host_kv_gib:
         problem = f"{disk_kv_gib:g} needs `host_kv_gib`, too, since disk blocks are loaded through host memory"
         raise ParameterError("disk_kv_gib", problem, disk_kv_gib)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from longspan.core.blocks import BlockRef, Target
@@ -41,6 +42,10 @@ if TYPE_CHECKING:  # imported on first use
     from longspan.core.config import EngineConfig
     from longspan.core.kv.swaps import Swaps
     from longspan.core.kv.transfers import Transfers
+
+Pools = Mapping[int, Iterable[tuple[int, Content]]]
+"""The contents of pools, by their numbers: pairs of block and content, least recently used first."""
+_NONE: Pools = MappingProxyType({})
 
 
 class KvManager:
@@ -325,20 +330,36 @@ class KvManager:
 
     # ---------------------------------------------------------------- other workers, other clusters
 
-    def restart(self, requests: Collection[Request], *, keep: bool = True) -> None:
+    def restart(self, requests: Collection[Request], *, keep: bool = True, lost: Pools = _NONE) -> None:
         """Continue with empty device pools, since new workers have no KV. `keep`: keep host and disk pools.
 
         The requests have lost their device blocks.
+
+        Args:
+            lost: the contents of pools of hosts that were lost and have new pools now.
         """
         if self.swaps is not None:
             self.swaps.forget_copies()
             self.swaps.release_hosted(requests, self._cluster.host_pools)
+        if lost:
+            self._replace_pools(lost)
         self._use_pools(self._cluster, self.account if keep else None)
         if not keep:
             self._seal()
         for request in requests:
             request.lose_kv()
             self._update(request)
+
+    def _replace_pools(self, lost: Pools) -> None:
+        """Replace the pools of lost hosts. The blocks of preempted requests on all hosts become cached blocks."""
+        assert self.swaps is not None, "hosts have pools"
+        self.swaps.offload.release_all()
+        self.account.release([ref for ref in self.kept if ref.pool in lost])
+        self.kept = [ref for ref in self.kept if ref.pool not in lost]
+        for pool, contents in lost.items():
+            self.account.replace_pool(pool, self._cluster.pool_blocks[pool], contents)
+            if self._seal_disks and pool in self._cluster.disk_pools:
+                self.kept += [BlockRef(pool, block) for block in self.pool(pool).seal()]
 
     def regroup(self, cluster: Cluster) -> None:
         """Continue with another cluster, which has the same host and disk pools. Its device pools are empty."""
