@@ -60,7 +60,7 @@ def with_pools(
     cluster: Cluster, record: KvRecord, info: ModelInfo, given: EngineArgs, kv_bytes: KvBytes, *, dtype: torch.dtype
 ) -> Cluster:
     """Return the cluster with pools on devices, hosts and disks. Raise ValueError if memory for them is missing."""
-    _check_hosts(given.host_kv_gib, cluster)
+    check_hosts(given.host_kv_gib, cluster)
 
     def memory(cluster: Cluster, instance: int) -> int:
         of_rank = given.kv_cache_memory_bytes
@@ -109,12 +109,17 @@ def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.
     return int(layers * info.layer_weights / cluster.tp(instance) + ends) * dtype.itemsize
 
 
-def _check_hosts(gib: float, cluster: Cluster) -> None:
-    """Raise ParameterError if an instance spans several hosts."""
+def check_hosts(gib: float, cluster: Cluster) -> None:
+    """Raise ParameterError if an instance spans several hosts, or if a host has no pool."""
     for instance in cluster.instances if gib else ():
         if len({cluster.hosts[rank] for rank in cluster.ranks(instance)}) > 1:
             problem = f"needs each instance on one host, but instance {instance} has ranks on several: leave it out"
             raise ParameterError("host_kv_gib", problem, gib)
+    if gib and {location.host_id for location in cluster.locations} - {*cluster.hosts_of_pools}:
+        problem = (
+            f"{gib:g} gives pools to the first {len(cluster.hosts_of_pools)} hosts only: start a new engine for more"
+        )
+        raise ParameterError("host_kv_gib", problem, gib)
 
 
 def _check_given(given: EngineArgs, needed: int) -> None:

@@ -24,12 +24,6 @@ def reserve_hosts(given: EngineArgs) -> RayHosts:
         name = "topology" if given.ray_address is None else "ray_address"
         problem = f"{getattr(given, name)} is for ranks on a Ray cluster: give `executor` ray, too"
         raise ParameterError(name, problem, getattr(given, name))
-    for name in ("host_kv_gib", "disk_kv_gib"):
-        if getattr(given, name):
-            problem = (
-                "is not possible with `executor` ray, since the engine keeps that KV on its own host: leave it out"
-            )
-            raise ParameterError(name, problem, getattr(given, name))
     resolved, racks = given.resolve(), None if given.topology is None else read_racks(given.topology)
     try:
         from longspan.runtime.executor.ray_hosts import RayHosts  # noqa: PLC0415 - an extra

@@ -33,7 +33,7 @@ from longspan.model.store import DTYPES, read_info
 from longspan.policy.facts import Facts, measured_phases
 from longspan.policy.registry import PolicyChoice, make_policy, phases_of
 from longspan.policy.step_size import with_step_tokens
-from longspan.pool_sizes import KvBytes, by_rule, check_host_memory, with_pools
+from longspan.pool_sizes import KvBytes, by_rule, check_host_memory, check_hosts, with_pools
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
 from longspan.runtime.block_records import kv_record
 from longspan.runtime.pool import default_step_bytes
@@ -223,6 +223,7 @@ class ResolvedEngine:
         policy = make_policy(choice.name, num_instances=number, options=choice.given, facts=facts, is_resized=True)
         for phase in fleet:
             check_split(model.info, model.files, phase, policy)
+            check_hosts(self.given.host_kv_gib, phase)
         return replace(self, facts=facts, policy=policy, config=replace(self.config, cluster=cluster, phases=phases))
 
     def fleet_of(self, spec: str, before: Cluster) -> Fleet:
@@ -259,8 +260,8 @@ class ResolvedEngine:
         dtype, clusters = DTYPES[self.model.files.dtype], []
         for phase in fleet:
             num_spare, num_pools = phase.num_spare + num_unused, before.host_pools.start
-            hosts = before.hosts_of_pools if before.host_blocks else ()
-            cluster = replace(phase, num_spare=num_spare, num_device_pools=num_pools, locations=locations, pool_hosts=hosts)
+            cluster = replace(phase, num_spare=num_spare, num_device_pools=num_pools, locations=locations)
+            cluster = replace(cluster, pool_hosts=before.hosts_of_pools if before.host_blocks else ())
             cluster = cluster.with_layers(info.num_layers, info.head_layers)
             clusters.append(with_pools(cluster, self.model.record, info, given, self.kv_bytes, dtype=dtype))
         return tuple(clusters)

@@ -42,7 +42,9 @@ def shrink(cluster: Cluster, host: int) -> Instances:
     """Lose a host, and continue on the other one."""
     left = without_host(cluster.engine.config.cluster, host)
     facts = replace(cluster.setup.facts, cluster=left)
-    policy = make_policy(cluster.setup.policy, num_instances=left.num_instances, options={}, facts=facts, is_resized=True)
+    policy = make_policy(
+        cluster.setup.policy, num_instances=left.num_instances, options={}, facts=facts, is_resized=True
+    )
     cluster.restart(policy, smaller=left, lost_pools=pools_of(cluster.setup.cluster, host))
     return left
 

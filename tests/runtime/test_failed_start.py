@@ -21,15 +21,15 @@ from engines import InOrderLauncher
 from longspan import service
 from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
-from longspan.runtime import disk_pool, host_pool
+from longspan.runtime import disk_pool, host_tiers
 from longspan.runtime.executor import channel, control_plane, processes
 from longspan.runtime.messages import WorkerConfig
 from longspan.service import Service
 
 Step = tuple[CodeType, int]
 """A line that calls something, of a function that acquires something."""
-FILES = {module.__file__ for module in (service, host_pool, disk_pool, control_plane)}
-FUNCTIONS = ("__init__", "_open", "open_disks", "_start")
+FILES = {module.__file__ for module in (service, host_tiers, disk_pool, control_plane)}
+FUNCTIONS = ("__init__", "_open", "open_disk", "_start")
 
 
 class InjectedError(Exception):

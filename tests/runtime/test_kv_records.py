@@ -28,7 +28,8 @@ from longspan.core.steps import Content, Forward, MoveKV
 from longspan.runtime import block_messages
 from longspan.runtime.block_messages import BlockMessages
 from longspan.runtime.disk_pool import DiskPool
-from longspan.runtime.host_pool import HostMemory, HostPool, map_blocks
+from longspan.runtime.host_pool import HostPool, map_blocks
+from longspan.runtime.host_tiers import HostMemory
 from longspan.runtime.moves import Moves, StepMoves
 from longspan.runtime.pool import KvMemory, KvPool
 

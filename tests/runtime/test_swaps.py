@@ -28,7 +28,8 @@ from longspan.errors import WorkerLostError
 from longspan.runtime.block_messages import BlockMessages
 from longspan.runtime.block_records import kv_record
 from longspan.runtime.executor.processes import ProcessLauncher
-from longspan.runtime.host_pool import HostMemory, HostPool
+from longspan.runtime.host_pool import HostPool
+from longspan.runtime.host_tiers import HostMemory
 from longspan.runtime.moves import Moves
 from longspan.runtime.pool import KvPool
 

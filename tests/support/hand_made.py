@@ -23,7 +23,7 @@ from longspan.core.steps import Completion, Forward, MoveKV, MoveWay, Part, Samp
 from longspan.model.source import prepare
 from longspan.model.store import read_info
 from longspan.runtime.executor.control_plane import Launcher, WorkerExecutor
-from longspan.runtime.host_pool import HostMemory
+from longspan.runtime.host_tiers import HostMemory
 from longspan.runtime.messages import WorkerConfig
 
 BLOCK, NUM_HOST_BLOCKS = 16, 40

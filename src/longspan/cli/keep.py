@@ -94,6 +94,11 @@ class Kept:
     def _engine(self, engine: EngineArgs) -> EngineArgs:
         if engine.disk_kv_dir is not None:
             raise ParameterError("disk_kv_dir", "is set by `keep`: leave one of them out", engine.disk_kv_dir)
+        if engine.executor == "ray":
+            problem = (
+                "is not possible with `executor` ray, whose hosts keep KV on their own disks: leave one of them out"
+            )
+            raise ParameterError("keep", problem, self.name)
         if self._is_stale:
             self._prepare_replacement()
         self._present.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files contain the user's text

@@ -104,7 +104,10 @@ def _refuse(fleet: Fleet, problem: str) -> NoReturn:
 
 
 def _only(cluster: Cluster, instances: Iterable[int]) -> Cluster:
-    """Return a cluster with some of its instances, in their order, and without spare ranks. Pools keep their numbers."""
+    """Return a cluster with some of its instances, in their order, and without spare ranks.
+
+    Pools of hosts keep their numbers.
+    """
     kept = list(instances)
     num_decode, decode = sum(instance in cluster.decode for instance in kept), cluster.decode_spec
     ranks = [rank for instance in kept for rank in cluster.ranks(instance)]

@@ -59,12 +59,8 @@ def with_tiers(cluster: Cluster, block_bytes: float, *, host_kv_gib: float, disk
     """Return the cluster with pools in the memory and on the disk of each host. 0 GiB: no pool.
 
     Raises:
-        ParameterError: no block fits, a host has no number of a pool, or there is a disk pool but no host pool, through
-            which disk blocks are loaded.
+        ParameterError: no block fits, or there is a disk pool but no host pool, through which disk blocks are loaded.
     """
-    if {location.host_id for location in cluster.locations} - {*cluster.hosts_of_pools}:
-        problem = f"{host_kv_gib:g} has pools on the hosts of the start only: start a new engine for more hosts"
-        raise ParameterError("host_kv_gib", problem, host_kv_gib)
     blocks = []
     for name, gib in (("host_kv_gib", host_kv_gib), ("disk_kv_gib", disk_kv_gib)):
         if not gib >= 0:

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from queue import PriorityQueue
 from threading import Event
@@ -24,14 +24,13 @@ from typing import IO
 import msgspec
 import torch
 
-from longspan.core.cluster import Cluster
-from longspan.core.kv_record import KvRecord
 from longspan.core.steps import Content, MoveKV
 from longspan.errors import ParameterError
 from longspan.model.files import ModelFiles, cache_root, lock_folder
 from longspan.model.store import DTYPES
 from longspan.runtime.block_records import BlockRecords
-from longspan.runtime.host_pool import HostMemory, map_blocks
+from longspan.runtime.host_pool import map_blocks
+from longspan.runtime.host_tiers import PoolPlan
 from longspan.runtime.messages import Stored
 
 _MAGIC = b"longspan-kv-1\n\0\0"
@@ -295,23 +294,14 @@ def name_of_kv(files: ModelFiles, block_size: int) -> str:
     return f"{files.weights.parent.name}-{block_size}"
 
 
-def open_disks(
-    files: ModelFiles,
-    record: KvRecord,
-    cluster: Cluster,
-    host_memory: Sequence[HostMemory],
-    block_size: int,
-    acquired: ExitStack,
-    *,
-    kv_dir: str | None,
-) -> dict[int, DiskPool]:
-    """Open the pool on the disk of each host, by its number. Each model, block size and host has its own folder."""
-    model, dtype = name_of_kv(files, block_size), DTYPES[files.dtype]
-    folder = cache_root() / "kv" if kv_dir is None else Path(kv_dir).expanduser()
-    disks = {}
-    for host, (pool, num_blocks) in enumerate(zip(cluster.disk_pools, cluster.disk_blocks, strict=True)):
-        size, memory = cluster.host_blocks[host], host_memory[host].path
-        blocks = map_blocks(memory, record, num_blocks=size, block_size=block_size, dtype=dtype)
-        path = folder / model / f"host-{host}"
-        disks[pool] = acquired.enter_context(closing(DiskPool(path, model, num_blocks=num_blocks, host=blocks)))
-    return disks
+def open_disk(plan: PoolPlan, memory: Path) -> DiskPool:
+    """Open the pool on the disk of a host. Each model, block size and host has its own folder.
+
+    Args:
+        memory: of the host pool.
+    """
+    folder = cache_root() / "kv" if plan.kv_dir is None else Path(plan.kv_dir).expanduser()
+    size, dtype = plan.block_size, DTYPES[plan.dtype]
+    blocks = map_blocks(memory, plan.record, num_blocks=plan.num_blocks, block_size=size, dtype=dtype)
+    path = folder / plan.model / f"host-{plan.host}"
+    return DiskPool(path, plan.model, num_blocks=plan.num_disk_blocks, host=blocks)

@@ -6,12 +6,9 @@ The blocks do not depend on how instances are split. A rank reads and writes its
 from __future__ import annotations
 
 import mmap
-import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,38 +18,11 @@ from longspan.attn.paged import PagedKv
 from longspan.core.cluster import Cluster
 from longspan.core.kv_record import KvRecord
 from longspan.core.steps import MoveKV
-from longspan.errors import ParameterError
 from longspan.runtime.block_records import BlockRecords
 from longspan.runtime.pool import KvPool
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
-
-
-class HostMemory:
-    """Shared memory that other processes open by `path`. It is freed on `close`, or when its process ends in any way.
-
-    Pages are zero and take no memory until they are written.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self._file: IO[bytes]
-        with ExitStack() as acquired:
-            if hasattr(os, "memfd_create"):
-                self._file = acquired.enter_context(os.fdopen(os.memfd_create("longspan-kv"), "r+b"))
-                self.path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
-            else:
-                self._file = acquired.enter_context(tempfile.NamedTemporaryFile(prefix="longspan-kv-"))
-                self.path = Path(self._file.name)
-            try:
-                self._file.truncate(num_bytes)
-            except OSError as error:
-                problem = f"needs {num_bytes / 2**30:.1f} GiB that cannot be allocated ({error.strerror}): allow less"
-                raise ParameterError("host_kv_gib", problem) from error
-            acquired.pop_all()  # `close` owns the file from now on
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def map_blocks(memory: Path, record: KvRecord, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> BlockRecords:

@@ -170,11 +170,34 @@ class Regrouped(msgspec.Struct, frozen=True, tag="regrouped"):
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """The controller's disk lane has executed a MoveKV. `failed` are the indices of failed copies."""
+    """A disk lane has executed a MoveKV. `failed` are the indices of failed copies."""
 
     number: int
     num_bytes: int
     failed: tuple[int, ...]
+
+
+class ListDisk(msgspec.Struct, frozen=True, tag="list_disk"):
+    """Report the contents of the host's disk."""
+
+
+class OnDisk(msgspec.Struct, frozen=True, tag="on_disk"):
+    """The answer of a host to `ListDisk`: block, parent and tokens of each content, the least recently used first.
+
+    `rank` is the address of the host, see `address_of_host`.
+    """
+
+    rank: int
+    blocks: tuple[tuple[int, bytes, tuple[int, ...]], ...]
+
+
+HostCommand = RunMoves | ListDisk | Stop
+"""Commands to the process that owns the pools of a host."""
+
+
+def address_of_host(host: int) -> int:
+    """Return the number by which a channel addresses the process of a host, as a rank, or the host of this number."""
+    return -1 - host
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -197,4 +220,4 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     code: int
 
 
-Report = Ready | Measured | Done | Moved | Sent | Regrouped | Stored | Failed | Exited
+Report = Ready | Measured | Done | Moved | Sent | Regrouped | Stored | OnDisk | Failed | Exited

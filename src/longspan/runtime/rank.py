@@ -169,7 +169,8 @@ class Rank:
         if self._host_blocks is None:
             from longspan.runtime.host_pool import map_blocks  # noqa: PLC0415 - only with a host tier
 
-            config, number = self._config, cluster.hosts[self._rank]
+            config, pool_number = self._config, cluster.host_pool(cluster.at(self._rank).instance)
+            number = pool_number - cluster.host_pools.start
             self._host_blocks = map_blocks(
                 config.host_memory[number],
                 pool.record,

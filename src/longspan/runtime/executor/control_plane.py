@@ -8,9 +8,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, Protocol, Self, TypeVar
 
 import msgspec
@@ -18,7 +17,7 @@ import zmq
 
 from longspan import limits
 from longspan.core.cluster import Cluster
-from longspan.core.steps import BytesSent, Completion, Forward, Free, MoveKV, Reshard, Step
+from longspan.core.steps import BytesSent, Completion, Content, Forward, Free, MoveKV, Reshard, Step
 from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.runtime import messages
 from longspan.runtime.child import how_ended, lack_of_memory, unless_forked
@@ -26,14 +25,14 @@ from longspan.runtime.executor.channel import Channel
 from longspan.runtime.executor.in_flight import InFlight
 
 if TYPE_CHECKING:
-    from longspan.runtime.disk_pool import DiskLane, DiskPool
+    from longspan.runtime.host_tiers import DiskLink, HostTiers, Saved
 
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
 _MIN_WAIT_S = 0.1
 """Minimum seconds to wait for reports before a rank counts as stalled. The controller itself may have been stopped."""
 
-ReportT = TypeVar("ReportT", messages.Ready, messages.Measured)
+ReportT = TypeVar("ReportT", messages.Ready, messages.Measured, messages.OnDisk)
 
 
 class MonotonicClock:
@@ -88,9 +87,7 @@ class WorkerExecutor:
         worker_times: by rank, the seconds per category up to the latest step, if the workers record them.
     """
 
-    def __init__(
-        self, launcher: Launcher, *, step_timeout_s: float, disks: Mapping[int, DiskPool] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, launcher: Launcher, *, step_timeout_s: float, tiers: HostTiers | None = None) -> None:
         """Start one worker per rank and wait until all are ready.
 
         Raises:
@@ -104,7 +101,7 @@ class WorkerExecutor:
             self._in_flight = InFlight(cluster)
             self._workers: list[WorkerHandle] = []
             self._watchers: list[threading.Thread] = []
-            self._disk_lane = _disk_lane(disks, self._channel.reporter()) if disks else None
+            self._disk_link = None if tiers is None else tiers.link(self._channel, cluster)
             self.wakeup: zmq.Socket[bytes] | int | None = None
             self.worker_times: list[dict[str, float]] = [{} for _ in range(cluster.num_ranks)]
             self._decoder = msgspec.msgpack.Decoder(messages.Report)
@@ -114,7 +111,7 @@ class WorkerExecutor:
                 unless_forked(_clean_up),
                 self._workers,
                 self._watchers,
-                self._disk_lane,
+                self._disk_link,
                 launcher,
             )
             acquired.callback(self.close)
@@ -129,7 +126,7 @@ class WorkerExecutor:
         return tuple(worker.pid for worker in self._workers)
 
     def submit(self, step: Step) -> None:
-        """Send a Forward to its ranks, a MoveKV to both ends or the disk lane, and other steps to all ranks.
+        """Send a Forward to its ranks, a MoveKV to both ends or to a disk, and other steps to all ranks.
 
         A Reshard to a cluster with more ranks starts more workers.
         """
@@ -144,8 +141,8 @@ class WorkerExecutor:
             self._send(messages.RunReshard(step.number, step.cluster), all_ranks)
             return
         if isinstance(step, MoveKV) and step.way in ("save", "load"):
-            assert self._disk_lane is not None, "there is a disk tier"
-            self._disk_lane.put(step)
+            assert self._disk_link is not None, "there is a disk tier"
+            self._disk_link.put(step)
             return
         self._in_flight.begin(step, time.monotonic())
         if isinstance(step, MoveKV):
@@ -185,6 +182,16 @@ class WorkerExecutor:
         """
         self._send(messages.Prepare(max_num_seqs, max_model_len), range(len(self._workers)))
         self._await(messages.Ready)
+
+    def on_disks(self, hosts: Sequence[int]) -> dict[int, Saved]:
+        """Return the contents of disks of other machines, by the numbers of these hosts."""
+        for host in hosts:
+            self._channel.send(messages.address_of_host(host), msgspec.msgpack.encode(messages.ListDisk()))
+        reports = self._await(messages.OnDisk, len(hosts))
+        return {
+            messages.address_of_host(report.rank): [(block, Content(*content)) for block, *content in report.blocks]
+            for report in reports
+        }
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """Wait for completions. A lost worker closes this executor."""
@@ -228,11 +235,11 @@ class WorkerExecutor:
         except OSError as error:
             self._lose(rank, f"it does not start: {error}")
 
-    def _await(self, kind: type[ReportT]) -> list[ReportT]:
-        """Wait until every rank has sent such a report. Returns them in order of arrival."""
+    def _await(self, kind: type[ReportT], number: int | None = None) -> list[ReportT]:
+        """Wait until every rank, or `number` of hosts, has sent such a report. Returns them in order of arrival."""
         reports: dict[int, ReportT] = {}
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while len(reports) < len(self._workers):
+        while len(reports) < (len(self._workers) if number is None else number):
             report = self._receive(deadline - time.monotonic())
             if report is None:
                 missing = min({*range(len(self._workers))} - {*reports})
@@ -310,16 +317,10 @@ def _watch(worker: WorkerHandle, rank: int, reports: zmq.Socket[bytes]) -> None:
         reports.close(linger=0)
 
 
-def _disk_lane(disks: Mapping[int, DiskPool], stored: zmq.Socket[bytes]) -> DiskLane:
-    from longspan.runtime.disk_pool import DiskLane  # noqa: PLC0415 - only with a disk tier
-
-    return DiskLane(disks, lambda report: stored.send(msgspec.msgpack.encode(report)))
-
-
 def _clean_up(
     workers: Sequence[WorkerHandle],
     watchers: Sequence[threading.Thread],
-    disk_lane: DiskLane | None,
+    disk_link: DiskLink | None,
     launcher: Launcher,
 ) -> None:
     """End all workers, and release their processes, threads, sockets and files, except logs."""
@@ -334,7 +335,7 @@ def _clean_up(
             worker.destroy()
     for watcher in watchers:  # zmq aborts the process if a socket is closed while another thread sends on it
         watcher.join(_STOP_TIMEOUT_S)
-    if disk_lane is not None:
-        disk_lane.close()
+    if disk_link is not None:
+        disk_link.close()
     launcher.channel.close()
     launcher.clean_up()

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
@@ -48,6 +48,10 @@ from longspan.runtime.executor.ray_actor import RankActor, RankStarted, StartRan
 from longspan.runtime.executor.ray_places import LookOut, Place, answering
 from longspan.runtime.executor.secure_channel import SecureChannel
 from longspan.runtime.messages import WorkerConfig
+
+if TYPE_CHECKING:
+    from longspan.runtime.executor.ray_tiers import RayTiers
+    from longspan.runtime.host_tiers import PoolPlan
 
 _PLACE_TIMEOUT_S = 60.0
 """Seconds to wait for CPUs and devices that other jobs of the cluster use, or that an autoscaler adds."""
@@ -172,6 +176,16 @@ class RayHosts:
     def has_news(self) -> bool:
         """Return True once more places can be used than when `look_out` was called."""
         return self._look_out.has_news
+
+    def open_tiers(self, plans: Sequence[PoolPlan], cluster: Cluster) -> RayTiers:
+        """Open the KV pools of the hosts of a cluster. Raise ParameterError if a host has too little for its pools."""
+        from longspan.runtime.executor.ray_tiers import RayTiers  # noqa: PLC0415 - needed with a host tier only
+
+        return RayTiers(self, plans, cluster)
+
+    def node(self, location: Location) -> str:
+        """Return the id of Ray's node at a location."""
+        return self._places[location.device].node
 
     def name(self, location: Location) -> str:
         """Return the name of the host of a rank."""

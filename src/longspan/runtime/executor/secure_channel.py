@@ -76,7 +76,7 @@ class SecureChannel(Channel):
         """Take the end of a connection. Return a report if it was the connection of a worker, else nothing."""
         assert self._events is not None, "the sockets are bound"
         rank = self._ranks.pop(int(recv_monitor_message(self._events)["value"]), None)
-        if rank is None:  # refused by its key, or it sent no greeting
+        if rank is None or rank < 0:  # refused by its key, no greeting, or a process with KV pools, which Ray watches
             return b""
         return msgspec.msgpack.encode(messages.Exited(rank, messages.DISCONNECTED))
 
