@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fcntl
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ import psutil
 import pytest
 from leftovers import left_names, wait_until_gone
 from oracle import Oracle
-from test_ray import finish, options, ray, ray_cluster, services, two_hosts  # noqa: F401 - skips without Ray
+from test_ray import finish, options, ray, ray_cluster, run_folders, services, two_hosts  # noqa: F401 - skips without Ray
 
 from longspan import SamplingParams
 from longspan.args import EngineArgs
@@ -46,9 +47,10 @@ def pool_users() -> set[int]:
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
     """Fail if processes, memory of pools or files for runs are left by a test."""
-    users, names = pool_users(), left_names()
+    users, folders = pool_users(), run_folders()
     yield
-    wait_until_gone(pool_users() - users, names)
+    wait_until_gone(pool_users() - users, left_names())
+    assert run_folders() <= folders
 
 
 def answer(service: Service, prompts: list[list[int]]) -> tuple[list[Request], set[int]]:
@@ -187,7 +189,7 @@ def test_disks_of_hosts_keep_kv_for_the_next_engine(
 
 
 @pytest.mark.usefixtures("nothing_is_left")
-def test_the_remaining_host_keeps_its_kv_when_a_host_is_lost(
+def test_the_remaining_host_keeps_its_kv_when_a_host_is_lost_and_returns(
     ray_cluster: Any, two_hosts: str, tiny: Path, oracle: Oracle, services: list[Service]
 ) -> None:
     given = TIERS | {"policy": "chunked", "max_model_len": 400}
@@ -200,12 +202,21 @@ def test_the_remaining_host_keeps_its_kv_when_a_host_is_lost(
     ray_cluster.remove_node(ray_cluster.worker_nodes.copy().pop())
     with pytest.raises(WorkerLostError, match="rank 1 was lost"):
         finish(service)
-    with pytest.raises(WorkerLostError, match="rank 1 was lost"):
-        service.restart()
-    service.shrink(1)
+    service.restart()
+    assert service.engine.config.cluster.num_instances == 1
     pools = service.engine.config.cluster.host_pools
     assert [bool(service.engine.kv.account.usage([pool]).num_cached) for pool in pools] == [True, False]
     finish(service)
     assert_exact([*requests, *again], oracle)
     assert max(request.metrics.num_cached_tokens for request in again) > 32
+    ray_cluster.add_node(**ray_cluster.node_options)
+    deadline_s = time.monotonic() + 60
+    while not service.can_grow():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    service.restart()
+    assert service.engine.config.cluster.hosts == (0, 1)
+    requests, _ = answer(service, prompts_of(180, 170, 90, 80, seed=5))
+    assert_exact(requests, oracle)
+    assert all(service.engine.kv.account.usage([pool]).num_cached for pool in pools), "the host has a new pool"
     service.close()
