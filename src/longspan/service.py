@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from types import MappingProxyType
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
     from longspan.core.config import EngineConfig
     from longspan.core.fleets import Fleet
-    from longspan.core.kv.manager import Pools
     from longspan.extras.recording import Recorder
     from longspan.runtime.executor.ray_hosts import RayHosts
-    from longspan.runtime.host_tiers import HostTiers, PoolPlan, Saved
+    from longspan.runtime.host_tiers import HostTiers
 
 _SETTLE_S = 5.0
 """Seconds in which KV may be written to the disk before the workers are stopped."""
@@ -73,12 +72,12 @@ class Service:
 
     def _open(self, given: EngineArgs, acquired: ExitStack) -> None:
         """Do the work of the constructor. `acquired` holds the resources to release if it fails."""
-        is_measured, placement, open_tiers = measures_memory(given), None, _local_tiers
+        is_measured, placement = measures_memory(given), None
         if given.executor != "local" or given.ray_address is not None or given.topology is not None:
             from longspan.remote_ranks import reserve_hosts  # noqa: PLC0415 - needed for several hosts only
 
             self._hosts = acquired.enter_context(closing(reserve_hosts(given)))
-            self._launcher, placement, open_tiers = self._hosts.launch, self._hosts.placement, self._hosts.open_tiers
+            self._launcher, placement = self._hosts.launch, self._hosts.placement
         kv_bytes = unbounded if is_measured else by_rule(given)
         self.setup = setup = ResolvedEngine.of(given, kv_bytes=kv_bytes, placement=placement)
         cluster = setup.config.cluster
@@ -88,7 +87,11 @@ class Service:
         tokenizer = None if given.skip_tokenizer_init else _load_tokenizer(self.files)
         self.tiers: HostTiers | None = None
         if cluster.host_blocks:
-            self.tiers = acquired.enter_context(closing(open_tiers(self._pool_plans(cluster), cluster)))
+            from longspan.runtime.host_tiers import open_tiers  # noqa: PLC0415 - needed with a host tier only
+
+            record, kv_dir = setup.model.record, given.disk_kv_dir
+            tiers = open_tiers(cluster, record, self.files, given.block_size, kv_dir=kv_dir, hosts=self._hosts)
+            self.tiers = acquired.enter_context(closing(tiers))
         hosts_attend = given.device != "cpu" and bool(cluster.host_blocks)
         self._worker_config = WorkerConfig(
             files=self.files,
@@ -120,36 +123,17 @@ class Service:
             _log.info("%s", facts_of(setup, self.executor.fallbacks).block())
         vocab_size = self.info.vocab_size
         self.input_processor = InputProcessor(tokenizer=tokenizer, vocab_size=vocab_size, max_model_len=max_len)
-        self._clock, saved = MonotonicClock(), self._saved(range(len(cluster.disk_blocks)))
+        self._clock = MonotonicClock()
         self.engine = Engine(
             policy=policy,
             executor=self.executor,
             clock=self._clock,
             config=config,
-            saved=[saved[pool] for pool in cluster.disk_pools],
+            saved=() if self.tiers is None else self.tiers.contents(cluster),
             seal_disks=self.tiers is not None and self.tiers.are_kept,
         )
-        if self.tiers is not None:
-            self.tiers.lost_hosts.clear()
         if given.trace is not None or given.report is not None:
             self.start_recording()
-
-    def _pool_plans(self, cluster: Cluster) -> list[PoolPlan]:
-        from longspan.runtime.host_tiers import pool_plans  # noqa: PLC0415 - needed with a host tier only
-
-        given, model = self.setup.given, ""
-        if cluster.disk_blocks:
-            from longspan.runtime.disk_pool import name_of_kv  # noqa: PLC0415 - needed with a disk tier only
-
-            model = name_of_kv(self.files, given.block_size)
-        sizes = {"block_size": given.block_size, "dtype": self.files.dtype}
-        return pool_plans(cluster, self.setup.model.record, model=model, kv_dir=given.disk_kv_dir, **sizes)
-
-    def _saved(self, hosts: Collection[int]) -> dict[int, Saved]:
-        """Return the contents of the disks of some hosts, by pool."""
-        if self.tiers is None or not hosts or not self.setup.config.cluster.disk_blocks:
-            return {}
-        return self.tiers.saved(self.executor, hosts)
 
     def _with_given_pools(self, cluster: Cluster) -> WorkerExecutor:
         """Start the workers. Raise ValueError if memory for the model or the pools is missing."""
@@ -266,18 +250,15 @@ class Service:
             self.tiers.renew(config.cluster)
         self.executor = self._start_workers(config.cluster)
         self._prepare(self.executor, config)
-        self.engine.restart(self.executor, change, lost_pools=self._lost_pools(config.cluster))
+        lost_pools = None if self.tiers is None else self.tiers.lost_pools(config.cluster)
+        self.engine.restart(self.executor, change, lost_pools=lost_pools)
         self._set(setup)
 
     def _start_workers(self, cluster: Cluster) -> WorkerExecutor:
         """Start the workers of a cluster. Raise WorkerLostError if one does not start."""
         first, step_timeout_s = self._worker_config, self.setup.given.step_timeout_s
-        config = msgspec.structs.replace(
-            first,
-            cluster=cluster,
-            num_threads=first.threads_among(cluster.num_ranks),
-            host_memory=() if self.tiers is None else self.tiers.memory,
-        )
+        memory, threads = () if self.tiers is None else self.tiers.memory, first.threads_among(cluster.num_ranks)
+        config = msgspec.structs.replace(first, cluster=cluster, num_threads=threads, host_memory=memory)
         return WorkerExecutor(self._launcher(config), step_timeout_s=step_timeout_s, tiers=self.tiers)
 
     def shrink(self, *ranks: int) -> None:
@@ -295,17 +276,6 @@ class Service:
         self.executor.close()
         self._continue_with(setup)
         self._wanted = setup.config.fleet
-
-    def _lost_pools(self, cluster: Cluster) -> Pools:
-        """Return the pools of lost hosts, with the contents of the disks that were opened again. Forget the loss."""
-        if self.tiers is None:
-            return {}
-        hosts = {*self.tiers.lost_hosts}
-        pools = [pools[host] for host in hosts for pools in (cluster.host_pools, cluster.disk_pools) if pools]
-        lost: dict[int, Saved] = dict.fromkeys(pools, ())
-        lost |= self._saved(hosts)
-        self.tiers.lost_hosts.clear()
-        return lost
 
     def reshard(self, spec: str, changes: Mapping[str, str | None] = MappingProxyType({})) -> None:
         """Move the workers to their places in another fleet while requests go on, see `Engine.reshard`.
@@ -359,12 +329,6 @@ class Service:
         self.executor.close()
         self._acquired.close()
         self.stop_recording()
-
-
-def _local_tiers(plans: Sequence[PoolPlan], _cluster: Cluster) -> HostTiers:
-    from longspan.runtime.host_tiers import LocalTiers  # noqa: PLC0415 - needed with a host tier only
-
-    return LocalTiers(plans)
 
 
 def _processes(config: WorkerConfig) -> Launcher:

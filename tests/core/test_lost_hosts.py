@@ -69,7 +69,7 @@ def test_kv_of_a_lost_host_is_computed_again_and_the_rest_is_used(host: int) -> 
     assert all(pools.usage([pool]).num_cached for pool in cluster.setup.cluster.host_pools)
     lost = pools_of(cluster.setup.cluster, host)
     cluster.restart(lost_pools=lost)
-    assert [pools.usage([pool]).num_cached for pool in lost] == [0, 0]
+    assert [cluster.engine.kv.account.usage([pool]).num_cached for pool in lost] == [0, 0]
     before = cluster.engine.kv.counts.num_hits
     requests = [cluster.add(prompt, max_tokens=5) for prompt in prompts]
     cluster.run()

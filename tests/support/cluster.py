@@ -14,8 +14,8 @@ from longspan.core.cluster import Cluster as Instances
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
 from longspan.core.kv.check import violations
-from longspan.core.kv.manager import Pools
 from longspan.core.kv.pool import BlockPool
+from longspan.core.kv.swaps import Pools
 from longspan.core.kv.transfer import Transfer
 from longspan.core.policy import Policy
 from longspan.core.regrouping import Change

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 from longspan.core.config import EngineConfig, device_limit
 from longspan.core.intake import Intake, RequestOptions
 from longspan.core.kv.check import Watch
-from longspan.core.kv.manager import KvManager, Pools
+from longspan.core.kv.manager import KvManager
 from longspan.core.lifecycle import Clock, Lifecycle
 from longspan.core.policy import Policy
 from longspan.core.queues import Queues
@@ -20,6 +20,7 @@ from longspan.core.steps import Content, Executor
 from longspan.core.view import ClusterView, Plan
 
 if TYPE_CHECKING:  # types alone
+    from longspan.core.kv.swaps import Pools
     from longspan.core.observer import Observer
     from longspan.core.regrouping import Change, Regrouping
     from longspan.core.transitions import Transition
@@ -185,11 +186,12 @@ class Engine:
         """Replace lost workers. The new ones have the places of `change`, with a policy, or those before the loss.
 
         Every request waits again, and recomputes the KV that it had on devices. Contents of hosts and disks stay,
-        except in `lost_pools`, which have the given contents now.
-        A request that exceeds the capacity of the new cluster ends with an error.
+        except of `lost_pools`. A request that exceeds the capacity of the new cluster ends with an error.
         """
         self._ranks.restart(executor)
-        self._lifecycle.lose({} if lost_pools is None else lost_pools)
+        self._lifecycle.lose()
+        if lost_pools:
+            self.kv.replace_pools(lost_pools)
         self._regroup().restart(change, self._clock.now())
         if change is not None:
             self._resume(change)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from longspan.core.blocks import BlockRef
 from longspan.core.config import EngineConfig
-from longspan.core.kv.manager import KvManager, Pools
+from longspan.core.kv.manager import KvManager
 from longspan.core.policy import Policy
 from longspan.core.queues import Queues
 from longspan.core.ranks import Ranks
@@ -249,17 +249,14 @@ class Lifecycle:
         """Make ranks forget requests, and clear slots whose KV is not finite, see `KvManager.clearable`."""
         self._ranks.free(*request_ids, cleared=self._kv.clearable(slots))
 
-    def lose(self, pools: Pools) -> None:
-        """Return all unfinished requests to the waiting queue, since workers are lost.
-
-        KV on hosts and disks stays, except in these lost `pools`.
-        """
+    def lose(self) -> None:
+        """Return all unfinished requests to the waiting queue. Workers are lost, but KV on hosts and disks stays."""
         requests = list(self._requests.values())
         lost = self._queues.lose_steps(self._clock.now())
         for request in lost:
             if request.group:
                 self._policy.preempted(request)
             self._queues.remove(request)
-        self._kv.restart(requests, lost=pools)
+        self._kv.restart(requests)
         for request in lost:
             self._waiting.add(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -17,12 +18,11 @@ from longspan.core.steps import Content, MoveKV
 from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
+    from longspan.core.kv.swaps import Pools
+    from longspan.model.files import ModelFiles
     from longspan.runtime.disk_pool import DiskPool
     from longspan.runtime.executor.channel import Channel
-    from longspan.runtime.executor.control_plane import WorkerExecutor
-
-Saved = Iterable[tuple[int, Content]]
-"""The contents of a disk by block, the least recently used first."""
+    from longspan.runtime.executor.ray_hosts import RayHosts
 
 
 class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,17 +49,31 @@ class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
     kv_dir: str | None = None
 
 
-def pool_plans(
-    cluster: Cluster, record: KvRecord, *, block_size: int, dtype: str, model: str, kv_dir: str | None
-) -> list[PoolPlan]:
-    """Return the plan of each host with pools."""
-    disks = [*zip(cluster.disk_pools, cluster.disk_blocks, strict=True)] or [(0, 0)] * len(cluster.host_blocks)
-    return [
+def open_tiers(
+    cluster: Cluster,
+    record: KvRecord,
+    files: ModelFiles,
+    block_size: int,
+    *,
+    kv_dir: str | None,
+    hosts: RayHosts | None,
+) -> HostTiers:
+    """Open the pools of all hosts of a cluster, which are `hosts`, or all this machine.
+
+    Raises:
+        ParameterError: memory or space for a pool is missing, or its folder cannot be used.
+    """
+    model, disks = "", [(0, 0)] * len(cluster.host_blocks)
+    if cluster.disk_blocks:
+        from longspan.runtime.disk_pool import name_of_kv  # noqa: PLC0415 - needed with a disk tier only
+
+        model, disks = name_of_kv(files, block_size), [*zip(cluster.disk_pools, cluster.disk_blocks, strict=True)]
+    plans = [
         PoolPlan(
             host=host,
             record=record,
             block_size=block_size,
-            dtype=dtype,
+            dtype=files.dtype,
             num_blocks=num_blocks,
             disk_pool=disk_pool,
             num_disk_blocks=num_disk_blocks,
@@ -68,6 +82,7 @@ def pool_plans(
         )
         for host, (num_blocks, (disk_pool, num_disk_blocks)) in enumerate(zip(cluster.host_blocks, disks, strict=True))
     ]
+    return LocalTiers(plans) if hosts is None else hosts.open_tiers(plans, cluster)
 
 
 class DiskLink(Protocol):
@@ -80,33 +95,55 @@ class DiskLink(Protocol):
         """Drop the copies that have not started, and wait for the others."""
 
 
-class HostTiers(Protocol):
+class HostTiers(ABC):
     """The pools of all hosts.
 
     Attributes:
         memory: of the pool of each host, as a path on that host.
         are_kept: whether the disks are read-only, see `DiskPool.is_kept`.
-        lost_hosts: the numbers of hosts whose pools were lost or are new. Its user clears it.
+        lost_hosts: the numbers of hosts whose pools were lost or are new since the latest `lost_pools`.
     """
 
     memory: tuple[Path, ...]
-    are_kept: bool
-    lost_hosts: set[int]
+    are_kept = False
 
+    def __init__(self) -> None:
+        self.lost_hosts = set[int]()
+
+    @abstractmethod
     def link(self, channel: Channel, cluster: Cluster) -> DiskLink | None:
         """Serve an executor of this cluster. None if it needs nothing."""
 
-    def saved(self, executor: WorkerExecutor, hosts: Collection[int]) -> dict[int, Saved]:
+    @abstractmethod
+    def saved(self, hosts: Collection[int]) -> dict[int, Iterable[tuple[int, Content]]]:
         """Return the contents of the disks of some hosts, by the numbers of their pools."""
 
+    @abstractmethod
     def renew(self, cluster: Cluster) -> None:
         """Open the pools of the hosts of a cluster that have none, before it starts. Adds to `lost_hosts`."""
 
+    @abstractmethod
     def clear(self) -> None:
         """Remove all blocks from disks."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release the pools."""
+
+    def contents(self, cluster: Cluster) -> list[Iterable[tuple[int, Content]]]:
+        """Return the contents of all disks at the start of an engine."""
+        saved = self.saved(range(len(cluster.disk_blocks)))
+        self.lost_hosts.clear()
+        return [saved[pool] for pool in cluster.disk_pools]
+
+    def lost_pools(self, cluster: Cluster) -> Pools:
+        """Return the pools of lost hosts, with the contents of the disks that were opened again. Forget the loss."""
+        hosts = {*self.lost_hosts}
+        pools = [pools[host] for host in hosts for pools in (cluster.host_pools, cluster.disk_pools) if pools]
+        lost: dict[int, Iterable[tuple[int, Content]]] = dict.fromkeys(pools, ())
+        lost |= self.saved(hosts)
+        self.lost_hosts.clear()
+        return lost
 
 
 class HostMemory:
@@ -135,19 +172,17 @@ class HostMemory:
         self._file.close()
 
 
-class LocalTiers:
+class LocalTiers(HostTiers):
     """The pools of hosts that are all this machine.
 
     Raises:
         ParameterError: memory or space for a pool is missing, or its folder cannot be used.
     """
 
-    are_kept = False
-
     def __init__(self, plans: Sequence[PoolPlan]) -> None:
+        super().__init__()
         self._disks: dict[int, DiskPool] = {}
         self._pool_of_host: dict[int, int] = {}
-        self.lost_hosts = set[int]()
         with ExitStack() as acquired:
             sizes = (plan.num_blocks * plan.record.block_bytes for plan in plans)
             memory = [acquired.enter_context(closing(HostMemory(size))) for size in sizes]
@@ -169,7 +204,7 @@ class LocalTiers:
         stored = channel.reporter()
         return DiskLane(self._disks, lambda report: stored.send(msgspec.msgpack.encode(report)))
 
-    def saved(self, executor: WorkerExecutor, hosts: Collection[int]) -> dict[int, Saved]:  # noqa: ARG002 - see `link`
+    def saved(self, hosts: Collection[int]) -> dict[int, Iterable[tuple[int, Content]]]:
         pools = [self._pool_of_host[host] for host in hosts if host in self._pool_of_host]
         return {pool: self._disks[pool].contents() for pool in pools}
 

@@ -177,29 +177,6 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
     failed: tuple[int, ...]
 
 
-class ListDisk(msgspec.Struct, frozen=True, tag="list_disk"):
-    """Report the contents of the host's disk."""
-
-
-class OnDisk(msgspec.Struct, frozen=True, tag="on_disk"):
-    """The answer of a host to `ListDisk`: block, parent and tokens of each content, the least recently used first.
-
-    `rank` is the address of the host, see `address_of_host`.
-    """
-
-    rank: int
-    blocks: tuple[tuple[int, bytes, tuple[int, ...]], ...]
-
-
-HostCommand = RunMoves | ListDisk | Stop
-"""Commands to the process that owns the pools of a host."""
-
-
-def address_of_host(host: int) -> int:
-    """Return the number by which a channel addresses the process of a host, as a rank, or the host of this number."""
-    return -1 - host
-
-
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The worker raised and is about to exit. `peer`: it lost a peer. `memory`: it ran out of memory."""
 
@@ -220,4 +197,4 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     code: int
 
 
-Report = Ready | Measured | Done | Moved | Sent | Regrouped | Stored | OnDisk | Failed | Exited
+Report = Ready | Measured | Done | Moved | Sent | Regrouped | Stored | Failed | Exited

@@ -42,12 +42,6 @@ class KvAccount:
         """Keep the pools numbered `first` and above of an earlier account, with their contents."""
         self._pools[first:] = before._pools[first:]
 
-    def replace_pool(self, number: int, num_blocks: int, contents: Iterable[tuple[int, Content]]) -> None:
-        """Replace an unused pool by a new one of `num_blocks` blocks with these contents, see `BlockPool.restore`."""
-        assert not self._pools[number].in_use, "no block of a replaced pool is in use"
-        self._pools[number] = BlockPool(num_blocks=num_blocks, block_size=self.block_size)
-        self._pools[number].restore(contents)
-
     @property
     def num_pools(self) -> int:
         return len(self._pools)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,6 +12,8 @@ from longspan.core.blocks import BlockRef, PrefixHit
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
 from longspan.core.kv.copies import Copies
+from longspan.core.kv.pool import BlockPool
+from longspan.core.steps import Content
 from longspan.core.view import RequestView
 
 
@@ -58,6 +60,12 @@ class Lookup(KvAccount):
     def __init__(self, cluster: Cluster, copies: Copies, *, block_size: int, swap: SwapCost | None) -> None:
         super().__init__(cluster.pool_blocks, block_size=block_size)
         self._cluster, self._copies, self._swap = cluster, copies, swap
+
+    def replace_pool(self, number: int, contents: Iterable[tuple[int, Content]]) -> None:
+        """Replace an unused pool by a new one of its size with these contents, see `BlockPool.restore`."""
+        assert not self._pools[number].in_use, "no block of a replaced pool is in use"
+        self._pools[number] = BlockPool(num_blocks=self._cluster.pool_blocks[number], block_size=self.block_size)
+        self._pools[number].restore(contents)
 
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
         """Return the longest prefix on `group`, or on its hosts and disks if a load costs less than recomputation."""

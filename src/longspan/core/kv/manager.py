@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from longspan.core.blocks import BlockRef, Target
@@ -40,12 +39,8 @@ from longspan.core.view import ScheduledPart
 
 if TYPE_CHECKING:  # imported on first use
     from longspan.core.config import EngineConfig
-    from longspan.core.kv.swaps import Swaps
+    from longspan.core.kv.swaps import Pools, Swaps
     from longspan.core.kv.transfers import Transfers
-
-Pools = Mapping[int, Iterable[tuple[int, Content]]]
-"""The contents of pools, by their numbers: pairs of block and content, least recently used first."""
-_NONE: Pools = MappingProxyType({})
 
 
 class KvManager:
@@ -93,7 +88,7 @@ class KvManager:
         self._cluster, self.transfers = cluster, None
         if self.swaps is not None:
             self.swaps.regroup(cluster, before)
-            self.account = self.swaps.account
+            self.account: KvAccount = self.swaps.account
             return
         size, caching = self._config.block_size, self._config.prefix_caching
         self.account = KvAccount(cluster.pool_blocks, block_size=size, prefix_caching=caching)
@@ -330,19 +325,14 @@ class KvManager:
 
     # ---------------------------------------------------------------- other workers, other clusters
 
-    def restart(self, requests: Collection[Request], *, keep: bool = True, lost: Pools = _NONE) -> None:
+    def restart(self, requests: Collection[Request], *, keep: bool = True) -> None:
         """Continue with empty device pools, since new workers have no KV. `keep`: keep host and disk pools.
 
         The requests have lost their device blocks.
-
-        Args:
-            lost: the contents of pools of hosts that were lost and have new pools now.
         """
         if self.swaps is not None:
             self.swaps.forget_copies()
             self.swaps.release_hosted(requests, self._cluster.host_pools)
-        if lost:
-            self._replace_pools(lost)
         self._use_pools(self._cluster, self.account if keep else None)
         if not keep:
             self._seal()
@@ -350,16 +340,10 @@ class KvManager:
             request.lose_kv()
             self._update(request)
 
-    def _replace_pools(self, lost: Pools) -> None:
-        """Replace the pools of lost hosts. The blocks of preempted requests on all hosts become cached blocks."""
+    def replace_pools(self, lost: Pools) -> None:
+        """Replace pools of lost hosts and disks after a restart, see `Swaps.replace_pools`."""
         assert self.swaps is not None, "hosts have pools"
-        self.swaps.offload.release_all()
-        self.account.release([ref for ref in self.kept if ref.pool in lost])
-        self.kept = [ref for ref in self.kept if ref.pool not in lost]
-        for pool, contents in lost.items():
-            self.account.replace_pool(pool, self._cluster.pool_blocks[pool], contents)
-            if self._seal_disks and pool in self._cluster.disk_pools:
-                self.kept += [BlockRef(pool, block) for block in self.pool(pool).seal()]
+        self.kept = self.swaps.replace_pools(lost, self.kept, seal=self._cluster.disk_pools if self._seal_disks else ())
 
     def regroup(self, cluster: Cluster) -> None:
         """Continue with another cluster, which has the same host and disk pools. Its device pools are empty."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
 from longspan.core.kv.copies import Copies
@@ -13,7 +14,10 @@ from longspan.core.kv.lookup import Lookup, SwapPrices
 from longspan.core.kv.offload import Offload
 from longspan.core.queues import Running
 from longspan.core.request import Request
-from longspan.core.steps import Completion, MoveKV
+from longspan.core.steps import Completion, Content, MoveKV
+
+Pools = Mapping[int, Iterable[tuple[int, Content]]]
+"""The contents of pools, by their numbers: pairs of block and content, least recently used first."""
 
 
 class Swaps:
@@ -38,7 +42,7 @@ class Swaps:
     ) -> None:
         self._block_size, self._swap, self._counts = block_size, swap, counts
         self.copies = Copies(number)
-        self.account: KvAccount
+        self.account: Lookup
         self.loads = Loads(self.copies, counts)
         bounds = {"step_tokens": step_tokens, "max_num_seqs": max_num_seqs}
         self.offload = Offload(self.copies, running, counts=counts, **bounds)
@@ -91,3 +95,17 @@ class Swaps:
         """Release the host blocks of requests that have lost their device blocks."""
         for request in requests:
             self.account.release([ref for ref in reversed(request.table) if ref.pool in hosts])
+
+    def replace_pools(self, lost: Pools, kept: Sequence[BlockRef], *, seal: Collection[int]) -> list[BlockRef]:
+        """Replace the pools of lost hosts by new ones with the given contents. Return the blocks of sealed disks.
+
+        The offloaded blocks of waiting requests become cached blocks on all hosts.
+        """
+        self.offload.release_all()
+        self.account.release([ref for ref in kept if ref.pool in lost])
+        new = list[BlockRef]()
+        for pool, contents in lost.items():
+            self.account.replace_pool(pool, contents)
+            if pool in seal:
+                new += [BlockRef(pool, block) for block in self.account.pool(pool).seal()]
+        return [*(ref for ref in kept if ref.pool not in lost), *new]

@@ -17,7 +17,7 @@ import zmq
 
 from longspan import limits
 from longspan.core.cluster import Cluster
-from longspan.core.steps import BytesSent, Completion, Content, Forward, Free, MoveKV, Reshard, Step
+from longspan.core.steps import BytesSent, Completion, Forward, Free, MoveKV, Reshard, Step
 from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.runtime import messages
 from longspan.runtime.child import how_ended, lack_of_memory, unless_forked
@@ -25,14 +25,14 @@ from longspan.runtime.executor.channel import Channel
 from longspan.runtime.executor.in_flight import InFlight
 
 if TYPE_CHECKING:
-    from longspan.runtime.host_tiers import DiskLink, HostTiers, Saved
+    from longspan.runtime.host_tiers import DiskLink, HostTiers
 
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
 _MIN_WAIT_S = 0.1
 """Minimum seconds to wait for reports before a rank counts as stalled. The controller itself may have been stopped."""
 
-ReportT = TypeVar("ReportT", messages.Ready, messages.Measured, messages.OnDisk)
+ReportT = TypeVar("ReportT", messages.Ready, messages.Measured)
 
 
 class MonotonicClock:
@@ -183,16 +183,6 @@ class WorkerExecutor:
         self._send(messages.Prepare(max_num_seqs, max_model_len), range(len(self._workers)))
         self._await(messages.Ready)
 
-    def on_disks(self, hosts: Sequence[int]) -> dict[int, Saved]:
-        """Return the contents of disks of other machines, by the numbers of these hosts."""
-        for host in hosts:
-            self._channel.send(messages.address_of_host(host), msgspec.msgpack.encode(messages.ListDisk()))
-        reports = self._await(messages.OnDisk, len(hosts))
-        return {
-            messages.address_of_host(report.rank): [(block, Content(*content)) for block, *content in report.blocks]
-            for report in reports
-        }
-
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """Wait for completions. A lost worker closes this executor."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -235,11 +225,11 @@ class WorkerExecutor:
         except OSError as error:
             self._lose(rank, f"it does not start: {error}")
 
-    def _await(self, kind: type[ReportT], number: int | None = None) -> list[ReportT]:
-        """Wait until every rank, or `number` of hosts, has sent such a report. Returns them in order of arrival."""
+    def _await(self, kind: type[ReportT]) -> list[ReportT]:
+        """Wait until every rank has sent such a report. Returns them in order of arrival."""
         reports: dict[int, ReportT] = {}
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while len(reports) < (len(self._workers) if number is None else number):
+        while len(reports) < len(self._workers):
             report = self._receive(deadline - time.monotonic())
             if report is None:
                 missing = min({*range(len(self._workers))} - {*reports})

@@ -287,16 +287,13 @@ class RayLauncher:
 
     def __init__(self, hosts: RayHosts, config: WorkerConfig) -> None:
         self.cluster, self._hosts, self._logs = config.cluster, hosts, dict[int, str]()
-        interface = os.environ.get("GLOO_SOCKET_IFNAME")
         model = config.files.name
         if model != ALIAS and (path := Path(model).expanduser()).exists():  # actors have another working folder
             config = msgspec.structs.replace(config, files=replace(config.files, name=str(path.absolute())))
         with ExitStack() as acquired:
             self._actors = [hosts.actor(location) for location in self.cluster.locations]
             acquired.callback(self.clean_up)
-            self.channel: Channel = SecureChannel(
-                address_of(interface) if interface else ray.util.get_node_ip_address()
-            )
+            self.channel: Channel = open_channel()
             acquired.callback(self.channel.close)
             folder = f"/tmp/longspan-{secrets.token_hex(8)}"  # noqa: S108 - private
             self._starting = []
@@ -364,6 +361,12 @@ class RayWorker:
         self.kill()
         with suppress(TimeoutError):
             self.wait(_END_TIMEOUT_S)
+
+
+def open_channel() -> SecureChannel:
+    """Open a channel on the interface of this process's Ray node, or the one of the environment."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    return SecureChannel(address_of(interface) if interface else ray.util.get_node_ip_address())
 
 
 def _connect(address: str | None) -> None:

@@ -18,7 +18,7 @@ from longspan.runtime.host_tiers import HostMemory, PoolPlan
 from longspan.runtime.pool import PROCESS_BYTES
 
 _REPORTS = "inproc://longspan-disk-reports"
-_LINGER_MS = 1000
+_LINGER_MS = 10_000
 """Milliseconds to send the last reports before a connection closes."""
 
 
@@ -33,6 +33,18 @@ class PoolsOpened(msgspec.Struct, frozen=True, kw_only=True):
     is_kept: bool = False
     parameter: str | None = None
     problem: str = ""
+
+
+class OnDisk(msgspec.Struct, frozen=True):
+    """Block, parent and tokens of each content of the disk of a host, the least recently used first."""
+
+    host: int
+    blocks: tuple[tuple[int, tuple[bytes, tuple[int, ...]]], ...]
+
+
+def address_of_host(host: int) -> int:
+    """Return the number by which a channel addresses the process of a host. Ranks have the numbers from 0."""
+    return -1 - host
 
 
 class PoolActor:
@@ -61,6 +73,16 @@ class PoolActor:
         self.disconnect()
         assert self._disk is not None and self._plan is not None, "the disk is open"
         self._link = _Link(msgspec.json.decode(contact, type=Contact), self._plan, self._disk)
+
+    def list_disk(self, contact: bytes) -> None:
+        """Send an `OnDisk` by a channel."""
+        assert self._disk is not None and self._plan is not None, "the disk is open"
+        host, contents = self._plan.host, self._disk.contents()
+        blocks = tuple((block, (content.parent, tuple(content.tokens))) for block, content in contents)
+        with zmq.Context() as context:
+            controller = msgspec.json.decode(contact, type=Contact).connect(context, address_of_host(host))
+            controller.send(msgspec.msgpack.encode(OnDisk(host, blocks)))
+            controller.close(linger=_LINGER_MS)
 
     def disconnect(self) -> None:
         """Drop the copies that have not started, and wait for the current one."""
@@ -98,14 +120,13 @@ class _Link:
     """Serves the disk of a host for one executor, on a thread."""
 
     def __init__(self, contact: Contact, plan: PoolPlan, disk: DiskPool) -> None:
-        self._disk, self._address = disk, messages.address_of_host(plan.host)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._reports = self._context.socket(zmq.PULL)
         self._reports.bind(_REPORTS)
         self._stored, self._stop = self._context.socket(zmq.PUSH), self._context.socket(zmq.PUSH)
         for socket in (self._stored, self._stop):
             socket.connect(_REPORTS)
-        self._controller = contact.connect(self._context, self._address)
+        self._controller = contact.connect(self._context, address_of_host(plan.host))
         report = self._stored.send
         self._lane = DiskLane({plan.disk_pool: disk}, lambda stored: report(msgspec.msgpack.encode(stored)))
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -118,8 +139,8 @@ class _Link:
         self._context.destroy(linger=_LINGER_MS)
 
     def _serve(self) -> None:
-        """Execute commands and send reports, until `close`. This thread owns the controller's socket."""
-        poller, decoder = zmq.Poller(), msgspec.msgpack.Decoder(messages.HostCommand)
+        """Execute moves and send reports, until `close`. This thread owns the controller's socket."""
+        poller, decoder = zmq.Poller(), msgspec.msgpack.Decoder(messages.RunMoves)
         for socket in (self._controller, self._reports):
             poller.register(socket, zmq.POLLIN)
         while True:
@@ -130,15 +151,5 @@ class _Link:
                     return
                 self._controller.send(report)
             if self._controller in ready:
-                match decoder.decode(self._controller.recv()):
-                    case messages.RunMoves(moves):
-                        for move in moves:
-                            self._lane.put(move)
-                    case messages.ListDisk():
-                        self._controller.send(msgspec.msgpack.encode(self._contents()))
-
-    def _contents(self) -> messages.OnDisk:
-        contents = self._disk.contents()
-        return messages.OnDisk(
-            self._address, tuple((block, content.parent, tuple(content.tokens)) for block, content in contents)
-        )
+                for move in decoder.decode(self._controller.recv()).moves:
+                    self._lane.put(move)

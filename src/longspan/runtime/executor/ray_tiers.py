@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import ray
@@ -22,17 +21,16 @@ from longspan.core.steps import Content, MoveKV
 from longspan.errors import ParameterError, WorkerLostError
 from longspan.runtime import messages
 from longspan.runtime.executor.channel import Channel
-from longspan.runtime.executor.ray_pools import PoolActor, PoolsOpened
-from longspan.runtime.host_tiers import PoolPlan, Saved
-
-if TYPE_CHECKING:
-    from longspan.runtime.executor.control_plane import WorkerExecutor
-    from longspan.runtime.executor.ray_hosts import RayHosts
+from longspan.runtime.executor.ray_hosts import RayHosts, open_channel
+from longspan.runtime.executor.ray_pools import OnDisk, PoolActor, PoolsOpened, address_of_host
+from longspan.runtime.host_tiers import HostTiers, PoolPlan
 
 _OPEN_TIMEOUT_S = 120.0
 """Seconds for an actor to start and open its pools. Ray starts a process, which imports PyTorch with a disk."""
 _CONNECT_TIMEOUT_S = 30.0
 """Seconds for an actor to connect its disk with an executor, after the block that the disk copies."""
+_LIST_TIMEOUT_S = 120.0
+"""Seconds for an actor to read the headers of all files on its disk."""
 _CALL_TIMEOUT_S = 3.0
 """Seconds to wait for a call whose answer is not needed. A silent host delays the engine by this time."""
 _CONCURRENCY = 4  # `wait` blocks one thread of an actor
@@ -48,7 +46,7 @@ class _Owner:
     watcher: threading.Thread | None = None
 
 
-class RayTiers:
+class RayTiers(HostTiers):
     """The pools of all hosts, see `HostTiers`. They stay while their actors run, also when workers are replaced.
 
     A lost actor counts as a lost worker of its host: the engine starts other workers, and `renew` opens new pools.
@@ -62,12 +60,12 @@ class RayTiers:
     """
 
     def __init__(self, hosts: RayHosts, plans: Sequence[PoolPlan], cluster: Cluster) -> None:
+        super().__init__()
         self._hosts, self._plans = hosts, plans
         self._owners: dict[int, _Owner] = {}
         self._link: _Link | None = None
         self._linking = threading.Lock()
-        self.memory, self.lost_hosts = (Path(),) * len(plans), set[int]()
-        self.are_kept = False
+        self.memory = (Path(),) * len(plans)
         try:
             self.renew(cluster)
         except BaseException:
@@ -126,10 +124,25 @@ class RayTiers:
                 link.report_loss(host)
         return link
 
-    def saved(self, executor: WorkerExecutor, hosts: Collection[int]) -> dict[int, Saved]:
-        linked = {} if self._link is None else self._link.disks
-        disks = {host: disk for disk, host in linked.items() if host in hosts}
-        return {disks[host]: contents for host, contents in executor.on_disks([*disks]).items()}
+    def saved(self, hosts: Collection[int]) -> dict[int, Iterable[tuple[int, Content]]]:
+        disks = {plan.host: plan.disk_pool for plan in self._plans if plan.num_disk_blocks}
+        owners = {host: self._owners[host] for host in disks if host in hosts and host in self._owners}
+        if not owners:
+            return {}
+        saved: dict[int, Iterable[tuple[int, Content]]] = {}
+        with closing(open_channel()) as channel:
+            contact = msgspec.json.encode(channel.contact)
+            calls = [owner.actor.list_disk.remote(contact) for owner in owners.values()]
+            deadline_s = time.monotonic() + _LIST_TIMEOUT_S
+            while len(saved) < len(owners):
+                if (data := channel.receive(_CALL_TIMEOUT_S)) is None:
+                    if time.monotonic() > deadline_s or any(owner.is_lost.is_set() for owner in owners.values()):
+                        raise WorkerLostError(0, "the process of a host with KV pools does not list its disk")
+                    continue
+                on_disk = msgspec.msgpack.decode(data, type=OnDisk)
+                saved[disks[on_disk.host]] = [(block, Content(*content)) for block, content in on_disk.blocks]
+            _call(calls)
+        return saved
 
     def clear(self) -> None:
         _call([owner.actor.clear.remote() for owner in self._owners.values()])
@@ -190,7 +203,7 @@ class _Link:
         contents = tuple(Content(content.parent, tuple(content.tokens)) for content in move.contents)
         move = replace(move, contents=contents)
         command = msgspec.msgpack.encode(messages.RunMoves((move,)))
-        self._channel.send(messages.address_of_host(self.disks[disk]), command)
+        self._channel.send(address_of_host(self.disks[disk]), command)
 
     def report_loss(self, host: int) -> None:
         """Report the loss of a process as the loss of a worker. Several threads call it."""
