@@ -111,15 +111,10 @@ def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.
 
 def check_hosts(gib: float, cluster: Cluster) -> None:
     """Raise ParameterError if an instance spans several hosts, or if a host has no pool."""
-    for instance in cluster.instances if gib else ():
-        if len({cluster.hosts[rank] for rank in cluster.ranks(instance)}) > 1:
-            problem = f"needs each instance on one host, but instance {instance} has ranks on several: leave it out"
-            raise ParameterError("host_kv_gib", problem, gib)
-    if gib and {location.host_id for location in cluster.locations} - {*cluster.hosts_of_pools}:
-        problem = (
-            f"{gib:g} gives pools to the first {len(cluster.hosts_of_pools)} hosts only: start a new engine for more"
-        )
-        raise ParameterError("host_kv_gib", problem, gib)
+    if gib:
+        from longspan.runtime.host_tiers import check_hosts  # noqa: PLC0415 - needed with a host tier only
+
+        check_hosts(gib, cluster)
 
 
 def _check_given(given: EngineArgs, needed: int) -> None:

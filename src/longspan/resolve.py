@@ -157,8 +157,7 @@ class ResolvedEngine:
         clusters = [phase.with_layers(info.num_layers, info.head_layers) for phase in resolved.phases or (cluster,)]
         for phase in clusters:
             check_split(info, model.files, phase, draft)
-        if placement is None:
-            check_host_memory(given.host_kv_gib, clusters[0])
+        check_host_memory(given.host_kv_gib if placement is None else 0.0, clusters[0])  # other hosts check their own
         dtype = DTYPES[model.files.dtype]
         clusters = [with_pools(phase, model.record, info, given, kv_bytes, dtype=dtype) for phase in clusters]
         cluster, phases = clusters[0], tuple(clusters) if resolved.phases else ()

@@ -42,9 +42,6 @@ _log = logging.getLogger("longspan")
 class Service:
     """A model served by workers, in processes or threads. `close` stops them, and writes the files of a recording.
 
-    Attributes:
-        tiers: the KV pools of hosts. None without a host tier.
-
     Args:
         given: the options of its engine.
         launcher: starts the workers, by default as processes. Not used if the options name another executor.

@@ -184,6 +184,13 @@ def test_disks_of_hosts_keep_kv_for_the_next_engine(
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     service = Service(EngineArgs(str(tiny), **options(two_hosts, parallel="2", **given)))
     with closing(service):
+        pool_owner(service).kill()
+        with pytest.raises(WorkerLostError, match="the process of its host with KV pools"):
+            service.executor.poll(30.0)
+        service.restart()
+        requests, _ = answer(service, prompts_of(180, 170, 160, 150))
+        assert_exact(requests, oracle)
+        assert service.engine.kv.counts.num_disk_hits, "the disk of the lost process was opened again"
         service.reset_prefix_cache()
         assert not [*tmp_path.rglob("*.kv")]
 

@@ -85,6 +85,18 @@ def open_tiers(
     return LocalTiers(plans) if hosts is None else hosts.open_tiers(plans, cluster)
 
 
+def check_hosts(gib: float, cluster: Cluster) -> None:
+    """Raise ParameterError if an instance spans several hosts, or if a host has no pool of `gib` GiB."""
+    for instance in cluster.instances:
+        if len({cluster.hosts[rank] for rank in cluster.ranks(instance)}) > 1:
+            problem = f"needs each instance on one host, but instance {instance} has ranks on several: leave it out"
+            raise ParameterError("host_kv_gib", problem, gib)
+    num_hosts = len(cluster.hosts_of_pools)
+    if {location.host_id for location in cluster.locations} - {*cluster.hosts_of_pools}:
+        problem = f"{gib:g} gives pools to the first {num_hosts} hosts only: start a new engine for more"
+        raise ParameterError("host_kv_gib", problem, gib)
+
+
 class DiskLink(Protocol):
     """Executes moves to and from disks for one executor, to whose channel it reports them."""
 
@@ -92,7 +104,7 @@ class DiskLink(Protocol):
         """Begin a move without waiting."""
 
     def close(self) -> None:
-        """Drop the copies that have not started, and wait for the others."""
+        """Drop the copies that have not started, and wait for the current one."""
 
 
 class HostTiers(ABC):

@@ -169,8 +169,7 @@ class Rank:
         if self._host_blocks is None:
             from longspan.runtime.host_pool import map_blocks  # noqa: PLC0415 - only with a host tier
 
-            config, pool_number = self._config, cluster.host_pool(cluster.at(self._rank).instance)
-            number = pool_number - cluster.host_pools.start
+            config, number = self._config, cluster.host_pools.index(cluster.host_pool(cluster.at(self._rank).instance))
             self._host_blocks = map_blocks(
                 config.host_memory[number],
                 pool.record,

@@ -65,12 +65,13 @@ class RayTiers(HostTiers):
         self._owners: dict[int, _Owner] = {}
         self._link: _Link | None = None
         self._linking = threading.Lock()
-        self.memory = (Path(),) * len(plans)
+        self.memory, self._is_open = (Path(),) * len(plans), False
         try:
             self.renew(cluster)
         except BaseException:
             self.close()
             raise
+        self._is_open = True
 
     def renew(self, cluster: Cluster) -> None:
         lost = [host for host, owner in self._owners.items() if owner.is_lost.is_set()]
@@ -100,9 +101,11 @@ class RayTiers(HostTiers):
             reason = str(error).strip().partition("\n")[0]
             raise WorkerLostError(rank, f"the KV pools of its host {name} do not open: {reason}") from error
         opened = msgspec.json.decode(answer, type=PoolsOpened, dec_hook=lambda kind, text: kind(text))
-        if opened.parameter is not None:
-            raise ParameterError(opened.parameter, f"{opened.problem} (host {name})")
-        return opened
+        if opened.parameter is None:
+            return opened
+        if self._is_open:  # an engine that serves continues without this host
+            raise WorkerLostError(rank, f"its host {name} has no KV pools: {opened.parameter} {opened.problem}")
+        raise ParameterError(opened.parameter, f"{opened.problem} (host {name})")
 
     def link(self, channel: Channel, cluster: Cluster) -> _Link:
         """Connect the disks of the cluster's hosts with the channel of an executor, and watch the actors for it."""
@@ -186,7 +189,7 @@ class _Link:
     """Sends moves of disks to the processes of their hosts by the channel of an executor.
 
     Args:
-        ranks: the first rank of each host, whose loss stands for the loss of the process.
+        ranks: the first rank of each host. It is reported as lost if the process is lost.
         disks: the host of each disk pool.
         actors: by host with a disk.
     """
