@@ -16,7 +16,7 @@ from longspan.cost.memory import rank_block_bytes
 from longspan.cost.memory import with_pools as memory_pools
 from longspan.errors import ParameterError
 from longspan.model.info import ModelInfo
-from longspan.runtime.pool import PROCESS_BYTES, default_kv_bytes
+from longspan.runtime.pool import default_kv_bytes
 
 _log = logging.getLogger("longspan")
 KvBytes = Callable[[Cluster, int, int], int]
@@ -88,14 +88,6 @@ def memory_remedy(given: EngineArgs) -> str:
     limit = f"{available:.1f} of the {total:.1f} GiB of memory that this process may use are available"
     more = "raise the memory limit of its container" if memory.is_limited else "free memory"
     return f"{remedy}{less}, or {more}: {limit}"
-
-
-def check_host_memory(gib: float, cluster: Cluster) -> None:
-    """Raise ParameterError when host pools of this size exceed the available memory. They are not allocated yet."""
-    needed, available = gib * (max(cluster.hosts) + 1), (limits.memory().available - PROCESS_BYTES) / 2**30
-    if needed > available:
-        problem = f"{gib:g} needs {needed:.1f} GiB, but {max(0.0, available):.1f} are available: allow less"
-        raise ParameterError("host_kv_gib", problem, gib)
 
 
 def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.dtype) -> int:

@@ -33,7 +33,7 @@ from longspan.model.store import DTYPES, read_info
 from longspan.policy.facts import Facts, measured_phases
 from longspan.policy.registry import PolicyChoice, make_policy, phases_of
 from longspan.policy.step_size import with_step_tokens
-from longspan.pool_sizes import KvBytes, by_rule, check_host_memory, check_hosts, with_pools
+from longspan.pool_sizes import KvBytes, by_rule, check_hosts, with_pools
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
 from longspan.runtime.block_records import kv_record
 from longspan.runtime.pool import default_step_bytes
@@ -157,7 +157,10 @@ class ResolvedEngine:
         clusters = [phase.with_layers(info.num_layers, info.head_layers) for phase in resolved.phases or (cluster,)]
         for phase in clusters:
             check_split(info, model.files, phase, draft)
-        check_host_memory(given.host_kv_gib if placement is None else 0.0, clusters[0])  # other hosts check their own
+        if given.host_kv_gib and placement is None:  # other hosts check their own
+            from longspan.runtime.host_tiers import check_host_memory  # noqa: PLC0415 - needed with a host tier only
+
+            check_host_memory(given.host_kv_gib, clusters[0])
         dtype = DTYPES[model.files.dtype]
         clusters = [with_pools(phase, model.record, info, given, kv_bytes, dtype=dtype) for phase in clusters]
         cluster, phases = clusters[0], tuple(clusters) if resolved.phases else ()

@@ -172,8 +172,7 @@ class Cluster:
     @cached_property
     def hosts_of_pools(self) -> tuple[tuple[int, int], ...]:
         """The rack and host of each host pool. Ranks of a smaller cluster may use some of the pools only."""
-        hosts = dict.fromkeys(location.host_id for location in self.locations or (Location(),))
-        return self.pool_hosts or tuple(hosts)
+        return self.pool_hosts or tuple(dict.fromkeys(place.host_id for place in self.locations or (Location(),)))
 
     def disk_pool(self, host_pool: int) -> int | None:
         """Return the pool on the disk of the host with this pool, or None."""

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Protocol
 
 import msgspec
 
+from longspan import limits
 from longspan.core.cluster import Cluster
 from longspan.core.kv_record import KvRecord
 from longspan.core.steps import Content, MoveKV
@@ -94,6 +95,16 @@ def check_hosts(gib: float, cluster: Cluster) -> None:
     num_hosts = len(cluster.hosts_of_pools)
     if {location.host_id for location in cluster.locations} - {*cluster.hosts_of_pools}:
         problem = f"{gib:g} gives pools to the first {num_hosts} hosts only: start a new engine for more"
+        raise ParameterError("host_kv_gib", problem, gib)
+
+
+def check_host_memory(gib: float, cluster: Cluster) -> None:
+    """Raise ParameterError when host pools of this size exceed the available memory. They are not allocated yet."""
+    from longspan.runtime.pool import PROCESS_BYTES  # noqa: PLC0415 - the rest of this module needs no PyTorch
+
+    needed, available = gib * (max(cluster.hosts) + 1), (limits.memory().available - PROCESS_BYTES) / 2**30
+    if needed > available:
+        problem = f"{gib:g} needs {needed:.1f} GiB, but {max(0.0, available):.1f} are available: allow less"
         raise ParameterError("host_kv_gib", problem, gib)
 
 

@@ -341,7 +341,6 @@ class KvManager:
             self._update(request)
 
     def replace_pools(self, lost: Pools) -> None:
-        """Replace pools of lost hosts and disks after a restart, see `Swaps.replace_pools`."""
         assert self.swaps is not None, "hosts have pools"
         self.kept = self.swaps.replace_pools(lost, self.kept, seal=self._cluster.disk_pools if self._seal_disks else ())
 
