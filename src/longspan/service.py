@@ -247,8 +247,10 @@ class Service:
             self.tiers.renew(config.cluster)
         self.executor = self._start_workers(config.cluster)
         self._prepare(self.executor, config)
-        lost_pools = None if self.tiers is None else self.tiers.lost_pools(config.cluster)
-        self.engine.restart(self.executor, change, lost_pools=lost_pools)
+        lost_pools = {} if self.tiers is None else self.tiers.lost_pools(config.cluster)
+        self.engine.restart(self.executor, change)
+        if lost_pools:
+            self.engine.kv.replace_pools(lost_pools)
         self._set(setup)
 
     def _start_workers(self, cluster: Cluster) -> WorkerExecutor:

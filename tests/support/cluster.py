@@ -101,7 +101,9 @@ class Cluster:
         for ref in [ref for ref in self.executor.slots if ref.pool in (lost_pools or ())]:
             del self.executor.slots[ref]
         change = None if policy is None else Change(cluster=cluster, policy=policy)
-        self.engine.restart(self.executor, change, lost_pools=lost_pools)
+        self.engine.restart(self.executor, change)
+        if lost_pools:
+            self.engine.kv.replace_pools(lost_pools)
 
     @property
     def saved(self) -> list[list[tuple[int, Content]]]:

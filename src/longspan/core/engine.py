@@ -20,7 +20,6 @@ from longspan.core.steps import Content, Executor
 from longspan.core.view import ClusterView, Plan
 
 if TYPE_CHECKING:  # types alone
-    from longspan.core.kv.swaps import Pools
     from longspan.core.observer import Observer
     from longspan.core.regrouping import Change, Regrouping
     from longspan.core.transitions import Transition
@@ -182,16 +181,14 @@ class Engine:
             self._regrouping = Regrouping()
         return self._regrouping
 
-    def restart(self, executor: Executor, change: Change | None = None, *, lost_pools: Pools | None = None) -> None:
+    def restart(self, executor: Executor, change: Change | None = None) -> None:
         """Replace lost workers. The new ones have the places of `change`, with a policy, or those before the loss.
 
-        Every request waits again, and recomputes the KV that it had on devices. Contents of hosts and disks stay,
-        except of `lost_pools`. A request that exceeds the capacity of the new cluster ends with an error.
+        Every request waits again, and recomputes the KV that it had on devices. Contents of hosts and disks stay.
+        A request that exceeds the capacity of the new cluster ends with an error.
         """
         self._ranks.restart(executor)
         self._lifecycle.lose()
-        if lost_pools:
-            self.kv.replace_pools(lost_pools)
         self._regroup().restart(change, self._clock.now())
         if change is not None:
             self._resume(change)
