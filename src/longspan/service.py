@@ -249,8 +249,8 @@ class Service:
         self._prepare(self.executor, config)
         lost_pools = {} if self.tiers is None else self.tiers.lost_pools(config.cluster)
         self.engine.restart(self.executor, change)
-        if lost_pools:
-            self.engine.kv.replace_pools(lost_pools)
+        if self.tiers is not None and lost_pools:
+            self.tiers.replace_pools(lost_pools, self.engine.kv, cluster=config.cluster)
         self._set(setup)
 
     def _start_workers(self, cluster: Cluster) -> WorkerExecutor:

@@ -103,7 +103,9 @@ class Cluster:
         change = None if policy is None else Change(cluster=cluster, policy=policy)
         self.engine.restart(self.executor, change)
         if lost_pools:
-            self.engine.kv.replace_pools(lost_pools)
+            kv = self.engine.kv
+            assert kv.swaps is not None
+            kv.kept = kv.swaps.replace_pools(lost_pools, kv.kept, seal=())
 
     @property
     def saved(self) -> list[list[tuple[int, Content]]]:

@@ -19,6 +19,7 @@ from longspan.core.steps import Content, MoveKV
 from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
+    from longspan.core.kv.manager import KvManager
     from longspan.core.kv.swaps import Pools
     from longspan.model.files import ModelFiles
     from longspan.runtime.disk_pool import DiskPool
@@ -167,6 +168,11 @@ class HostTiers(ABC):
         lost |= self.saved(hosts)
         self.lost_hosts.clear()
         return lost
+
+    def replace_pools(self, lost: Pools, kv: KvManager, *, cluster: Cluster) -> None:
+        """Forget the KV of `lost_pools`, after a restart of the engine."""
+        assert kv.swaps is not None, "hosts have pools"
+        kv.kept = kv.swaps.replace_pools(lost, kv.kept, seal=cluster.disk_pools if self.are_kept else ())
 
 
 class HostMemory:

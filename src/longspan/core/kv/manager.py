@@ -39,7 +39,7 @@ from longspan.core.view import ScheduledPart
 
 if TYPE_CHECKING:  # imported on first use
     from longspan.core.config import EngineConfig
-    from longspan.core.kv.swaps import Pools, Swaps
+    from longspan.core.kv.swaps import Swaps
     from longspan.core.kv.transfers import Transfers
 
 
@@ -339,10 +339,6 @@ class KvManager:
         for request in requests:
             request.lose_kv()
             self._update(request)
-
-    def replace_pools(self, lost: Pools) -> None:
-        assert self.swaps is not None, "hosts have pools"
-        self.kept = self.swaps.replace_pools(lost, self.kept, seal=self._cluster.disk_pools if self._seal_disks else ())
 
     def regroup(self, cluster: Cluster) -> None:
         """Continue with another cluster, which has the same host and disk pools. Its device pools are empty."""
