@@ -79,8 +79,7 @@ class Channel:
             if report:
                 return report
 
-    def _read(self) -> bytes:
-        """Return a report, or nothing after a greeting."""
+    def _read(self) -> bytes:  # empty after a greeting
         routing_id, report = self._workers.recv_multipart()
         if not report:
             self._greet(int(routing_id))
