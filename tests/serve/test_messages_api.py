@@ -177,6 +177,18 @@ def test_a_call_that_max_tokens_cuts_has_an_empty_input(http: TestClient, engine
     assert (body["stop_reason"], body["content"][0]["input"]) == ("max_tokens", {})
 
 
+@pytest.mark.parametrize("number", [str(2**64), "9" * 40, "9" * 5000])
+def test_integers_of_any_length_are_in_the_input_of_a_call(
+    http: TestClient, engine: SpeakingEngine, number: str
+) -> None:
+    engine.text = CALL.replace('"Rome"', number)
+    answer = http.post("/v1/messages", json={**ASK, "tools": TOOLS})
+    assert answer.status_code == 200
+    text = answer.text.replace(" ", "")
+    assert ('"input":{}' if len(number) > 4300 else f'"input":{{"city":{number}}}') in text
+    assert events_of(http, tools=TOOLS)[-1]["type"] == "message_stop"
+
+
 def test_blocks_become_the_messages_of_a_chat(http: TestClient, engine: SpeakingEngine) -> None:
     engine.text = f"<think>\nHm.\n</think>\n\nLet me see.{CALL}"
     first = answer_of(http, tools=TOOLS, thinking=THINKING)

@@ -354,3 +354,14 @@ def test_items_are_kept_for_their_client_up_to_a_number_of_bytes() -> None:
     assert items.get("one", "msg_1") == item
     items.add("one", [{**item, "id": "msg_4", "text": "x" * 500}])
     assert items.get("one", "msg_4") is None
+
+
+@pytest.mark.parametrize("number", [2**64, 10**30, -(2**70)])
+def test_integers_of_schemas_return_in_the_response(http: TestClient, engine: SpeakingEngine, number: int) -> None:
+    engine.text = "It rains."
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": number, "default": None}}}
+    tools = [{**TOOLS[0], "parameters": schema}]
+    answer = http.post("/v1/responses", json={**ASK, "tools": tools})
+    assert (answer.status_code, answer.json()["tools"]) == (200, tools)
+    [*_, last] = events_of(http, tools=tools)
+    assert last["response"]["tools"] == tools

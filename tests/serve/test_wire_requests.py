@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 from wire_world import read, world
 
+from longspan.serve.apis.messages_requests import CountTokensRequest, MessagesRequest
+from longspan.serve.apis.responses_requests import ResponsesRequest
 from longspan.serve.chat_requests import ChatCompletionRequest, TokenizeRequest
 from longspan.serve.convert import chat_request, completion_requests, read_request
 from longspan.serve.errors import WireError
@@ -393,6 +396,32 @@ def refusal(body: bytes) -> WireError | None:
     except WireError as error:
         return error
     return None
+
+
+def lists_in(schema: object, path: str = "") -> Iterator[tuple[str, bool]]:
+    """The lists of a pydantic model, and whether validation stops at their first wrong item."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            yield path, bool(schema.get("fail_fast"))
+        for key, value in schema.items():
+            if key not in {"metadata", "serialization"}:
+                yield from lists_in(value, f"{path}.{key}")
+    elif isinstance(schema, list | tuple):
+        for index, item in enumerate(schema):
+            yield from lists_in(item, f"{path}[{index}]")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest),
+        *(ResponsesRequest, MessagesRequest, CountTokensRequest),
+    ],
+)
+def test_each_list_of_a_request_fails_at_its_first_wrong_item(model: type[BaseModel]) -> None:
+    lists = dict(lists_in(model.__pydantic_core_schema__))
+    assert lists
+    assert [path for path, is_fast in lists.items() if not is_fast] == []
 
 
 def test_a_million_wrong_items_make_one_error() -> None:

@@ -171,6 +171,21 @@ def test_a_text_in_json_that_looks_like_a_call_is_no_call() -> None:
     assert [joined(chunks, index) for index in (0, 1)] == [(text, [], "stop"), (text[:40], [], "stop")]
 
 
+def test_tagged_values_are_read_by_the_schema_of_their_grammar() -> None:
+    output = "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
+    for properties, value in (
+        ({"a": {"type": ["string"]}}, "5"),
+        ({"a": {"type": "string", "enum": []}}, "5"),
+        ({"a": {"enum": 5}}, 5),
+        ({"a": {"type": "integer"}}, 5),
+        ([], 5),
+    ):
+        tools = [tool("f", {"type": "object", "properties": properties})]
+        body, _ = answers(output, template="qwen3_coder", tools=tools)
+        [call] = body["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"a": value}
+
+
 def test_logprobs_and_token_ids_are_those_of_all_tokens() -> None:
     body, chunks = answers(TWO, logprobs=True, top_logprobs=1, return_token_ids=True)
     token_ids = served().input_processor.tokenize(TWO, add_special_tokens=False)

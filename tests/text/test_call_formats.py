@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import msgspec
 import pytest
 from tool_models import grammar_accepts, tool, tool_tokenizer, tool_vocabulary
 
+from longspan.errors import ParameterError
 from longspan.text.call_formats import NAMES, variants
 from longspan.text.call_formats.base import CallFormat, Function, Pieces
 from longspan.text.call_grammar import calls_grammar, detect_format
@@ -58,7 +60,9 @@ def form_of(template: str) -> CallFormat:
 
 def written(template: str, *calls: tuple[str, dict[str, Any]]) -> str:
     """These calls as the template writes them in a message."""
-    made = [{"id": "a", "type": "function", "function": {"name": name, "arguments": value}} for name, value in calls]
+    made = [
+        {"id": "a1b2c3d4e", "type": "function", "function": {"name": name, "arguments": value}} for name, value in calls
+    ]
     user = {"role": "user", "content": "Go."}
     shown = [user, {"role": "assistant", "content": "", "tool_calls": made}]
     text = processor(template).render_chat(shown, tools=[tool("weather", SCHEMA)], add_generation_prompt=False)
@@ -158,6 +162,50 @@ def test_tags_may_be_on_one_line() -> None:
     for pieces in ([text], list(text)):
         assert read(form, pieces)[1] == [["weather", '{"city": "Rome"}']]
     assert read(form, list("<tool_call>weather</tool_call>"))[1] == [["weather", "{}"]]
+
+
+ODD_VALUES = ("1" * 5000, "NaN", "-Infinity", "1e999", '"\\ud800"', "[" * 100_000)
+"""Values in JSON or like it that few parsers of JSON read."""
+
+
+@pytest.mark.parametrize("value", ODD_VALUES)
+def test_arguments_are_json_that_clients_can_read(value: str) -> None:
+    texts = [f"<function=weather>\n<parameter={name}>\n{value}\n</parameter>\n</function>" for name in ("days", "x")]
+    for text in texts:
+        _, [[_, arguments]], _ = read(variants("qwen3_coder")[0], [f"<tool_call>\n{text}\n</tool_call>"])
+        assert list(msgspec.json.decode(arguments).values()) == [value]
+    for given in (f'{{"a": {value}}}', json.dumps(f'{{"a": {value}}}')):
+        text = f'{{"parameters": {given}, "name": "weather"}}'
+        parts, calls, _ = read(variants("llama3_json")[0], [text])
+        assert (parts.content, calls) == (text, [])
+
+
+@pytest.mark.parametrize("name", [r"get\_weather", "get\nweather", r"\ud800", ""])
+def test_an_object_with_a_malformed_name_is_text(name: str) -> None:
+    text = f'{{"name": "{name}", "parameters": {{}}}}'
+    for pieces in ([text], list(text)):
+        assert read(variants("llama3_json")[0], pieces)[:2] == (Pieces("", text), [])
+
+
+def test_empty_arguments_are_an_object() -> None:
+    text = '{"parameters": "", "name": "weather"}'
+    assert read(variants("llama3_json")[0], [text])[1] == [["weather", "{}"]]
+
+
+@pytest.mark.parametrize("name", ["weather", "a.b-c_d", "get weather", "a:b", "a/b", "a<b", "a>b"])
+@pytest.mark.parametrize("template", ["hermes", "llama3_json", "mistral", *TEMPLATES])
+def test_a_name_is_refused_if_no_reader_recognises_it(template: str, name: str) -> None:
+    form, function = form_of(template), Function(name, SCHEMA, "tools[3].function.parameters")
+    if form.can_call(name):
+        assert calls_grammar(form, [function], processor(template), required=True, parallel=True)
+        reader = form.output_reader() or CallReader(form, {name: SCHEMA})
+        [call] = reader.add(written(template, (name, {"city": "Rome"})), finish_reason="stop").calls
+        assert (call.name, json.loads(call.arguments)) == (name, {"city": "Rome"})
+    else:
+        assert name not in {"weather", "a.b-c_d"}
+        with pytest.raises(ParameterError, match=r"letters, digits") as caught:
+            calls_grammar(form, [function], processor(template), required=True, parallel=True)
+        assert caught.value.parameter == "tools[3].function.name"
 
 
 CALL = {"name": "weather", "arguments": {"city": "Rome"}}

@@ -22,11 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from tool_models import grammar_accepts, tool_tokenizer, tool_vocabulary
 from typing_extensions import TypedDict
 
-from longspan.text.call_formats import variants
-from longspan.text.call_formats.base import Function
+from longspan.text.call_formats import NAMES, variants
+from longspan.text.call_formats.base import Function, quoted
 from longspan.text.call_grammar import calls_grammar
 from longspan.text.input_processor import InputProcessor
 from longspan.text.json_schema import closed, log_left_out, reduced, shape_only, without_annotations
+from longspan.text.structured import lark_json
 
 
 class Colour(Enum):
@@ -228,3 +229,30 @@ def test_arguments_may_have_a_required_name_that_no_property_describes() -> None
     assert closed({"properties": {"a": {}}})["additionalProperties"] is False
     assert "additionalProperties" not in closed({"properties": {"a": {}}, "required": ["b"]})
     assert fits(made([{"properties": {"a": {}}, "required": ["b"]}]), 0, {"b": 1})
+
+
+ODD_VALUES: tuple[Any, ...] = (
+    *(None, True, 5, 1e30, "", "a", "(", "#/anyOf/\u00b2", "#/anyOf/" + "1" * 5000, [], [[]], [None], [{}], ["a"], {}),
+    *({"a": 5}, {"a": {}}, {"(": {}}, {"(?=a)": {}}),
+)
+
+
+KEYWORDS = (
+    *("type", "enum", "const", "properties", "patternProperties", "additionalProperties", "required", "items"),
+    *("prefixItems", "additionalItems", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions", "$schema"),
+    *("format", "pattern", "minLength", "minItems", "maxProperties", "minimum", "exclusiveMinimum", "multipleOf"),
+    *("not", "if", "then", "contains", "minContains", "uniqueItems", "dependentRequired", "title", "default"),
+)
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_malformed_keywords_are_left_out_without_an_error(keyword: str) -> None:
+    forms = [form for name in NAMES for form in variants(name)]
+    for value in ODD_VALUES:
+        schema = {keyword: value, "anyOf": [{}]} if keyword != "anyOf" else {keyword: value}
+        for whole in (schema, {"properties": {"a": schema}}):
+            without_annotations(whole)
+            small = closed(reduced(whole).schema)
+            shape_only(small)
+            for form in forms:
+                form.call_rules("call", Function("f", small, ""), small, quoted, lark_json)

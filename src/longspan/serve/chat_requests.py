@@ -51,6 +51,7 @@ class ToolCall(WireModel):
     function: FunctionCall
 
 
+ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast()])
 _ASSISTANT = "assistant"
 
 
@@ -75,7 +76,7 @@ class AssistantMessage(_Message):
 
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ToolCalls | None = None
 
 
 def _kind_of_message(value: object) -> str:

@@ -6,7 +6,6 @@ prompts: call them in a thread.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,11 +37,11 @@ from longspan.serve.requests import (
 )
 from longspan.serve.settings import RequestLimits, ServerSettings
 from longspan.text.call_formats import variants
-from longspan.text.call_formats.base import CallFormat, OutputReader
+from longspan.text.call_formats.base import CallFormat, OutputReader, parse_json
 from longspan.text.call_grammar import calls_grammar, detect_format
 from longspan.text.call_reader import CallReader
 from longspan.text.input_processor import TEMPLATE_ERRORS, EngineRequest, InputProcessor
-from longspan.text.json_schema import without_annotations
+from longspan.text.json_schema import reduced, without_annotations
 from longspan.text.output_reader import SectionReader
 from longspan.text.reasoning import ReasoningFormat, ReasoningReader, after_reasoning, after_text, reasoning_format
 
@@ -322,13 +321,14 @@ def output_reader(
         return None
     is_text = request.response_format is None or request.response_format.type == "text"
     start = None if reasoning is None else _reasoning_start(request, reasoning, prompt)
+    schemas = {function.name: reduced(function.parameters).schema for function in request.callable_functions}
 
     def reader() -> OutputReader:
         calls = None
         if form is not None:
             calls = CallReader(
                 form,
-                {function.name: function.parameters for function in request.callable_functions},
+                schemas,
                 at_start=not is_text or request.must_call,
                 marker_is_token=form.begin in served.input_processor.special_tokens,
             )
@@ -451,8 +451,8 @@ def _for_template(
 def _arguments(text: str) -> dict[str, Any] | str:
     """Parse the arguments of a call. A text that is no JSON object is returned unchanged."""
     try:
-        value = json.loads(text or "{}")
-    except (json.JSONDecodeError, RecursionError):
+        value = parse_json(text or "{}")
+    except ValueError:
         return text
     return value if isinstance(value, dict) else text
 

@@ -88,8 +88,12 @@ def calls_grammar(
 
     Raises:
         ParameterError: the schema of a strict function cannot be followed. The parameter is its path in the request.
-            Or the output cannot be `content`, which begins like a call.
+            Or the output cannot be `content`, which begins like a call, or a name cannot be in a call.
     """
+    for function in functions:
+        if not form.can_call(function.name):
+            problem = ": this model's calls cannot have this name: use letters, digits, underscores, dots and hyphens"
+            raise ParameterError(f"{function.where.removesuffix('parameters')}name", problem)
     if content is not None and not form.begin and not required:
         problem = "cannot be combined with tools, since this model's calls begin as JSON does: set tool_choice"
         raise ParameterError("response_format", problem)

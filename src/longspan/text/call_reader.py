@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from longspan.text.call_formats.base import (
     JsonScanner,
     Pieces,
     Schema,
+    parse_json,
     prefixes,
 )
 
@@ -152,7 +152,7 @@ class CallReader:
         return False
 
     def _may_call(self, name: str) -> bool:
-        return bool(self._form.begin) or self._functions is None or name in self._functions
+        return bool(name) and (bool(self._form.begin) or self._functions is None or name in self._functions)
 
     def _begin(self, calls: dict[int, CallDelta], name: str, arguments: str) -> None:
         index = self.num_calls
@@ -178,8 +178,8 @@ class CallReader:
         if not self._arguments.done:
             return ""
         whole, self._object = self._object, ""
-        with suppress(json.JSONDecodeError, RecursionError):
-            call = call_in(json.loads(whole[self._object_start :]))
+        with suppress(ValueError):
+            call = call_in(parse_json(whole[self._object_start :]))
             if call is not None and self._may_call(call[0]):
                 self._begin(calls, *call)
                 self._state = "after"

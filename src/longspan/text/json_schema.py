@@ -58,6 +58,8 @@ _SHAPE = frozenset((*_PLACES, "$ref", "const", "enum", "required", "type")) - {"
 
 _DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/20(19-09|20-12))/schema#?")
 """Values of `$schema` that llguidance knows. The draft decides whether `items` may be a list."""
+_INDEX = re.compile(r"[0-9]{1,9}")
+"""An index of a list in a JSON pointer."""
 _LOOKS = re.compile(r"\(\?(?:<?[=!]|P?[=>])|\\[1-9bBkAzZG]")
 """Parts of a pattern that no automaton has: look-around, back references, boundaries of words."""
 
@@ -97,8 +99,8 @@ def without_annotations(schema: Schema) -> dict[str, Any]:
 
     def kept(value: Schema, _: str) -> dict[str, Any]:
         plain = _mapped({key: item for key, item in value.items() if key not in _ANNOTATIONS}, kept, "")
-        if plain.get("format", "") not in FORMATS:
-            plain.pop("format", None)
+        if "format" in plain and not _is_expressible("format", plain["format"]):
+            del plain["format"]
         return plain
 
     return kept(schema, "")
@@ -221,7 +223,7 @@ def _resolves(reference: str, root: object) -> bool:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(at, dict) and name in at:
             at = at[name]
-        elif isinstance(at, list) and name.isdigit() and int(name) < len(at):
+        elif isinstance(at, list) and _INDEX.fullmatch(name) and int(name) < len(at):
             at = at[int(name)]
         else:
             return False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,6 +13,7 @@ from longspan.serve.apis.base import EventAssembler, Part, api_error, api_errors
 from longspan.serve.apis.messages_requests import NAMES, CountTokensRequest, MessagesRequest
 from longspan.serve.convert import tokenized
 from longspan.serve.errors import ServeError, messages_error_body
+from longspan.text.call_formats.base import parse_json
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -114,10 +115,14 @@ class MessagesAssembler(EventAssembler):
 
 
 def _block(part: Part) -> Body:
-    """Return the block of a part. A call that was cut off has an empty input."""
+    """Return the block of a part. A call has an empty input if it was cut off, or if its arguments cannot be read."""
     match part.kind:
         case "call":
-            given: Any = json.loads(part.text or "{}") if part.is_complete else {}
+            given: Any = {}
+            if part.is_complete and part.text:
+                with suppress(ValueError):
+                    parse_json(part.text)
+                    given = msgspec.Raw(part.text.encode())  # integers may have more than 64 bits
             return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": given}
         case "text":
             return {"type": "text", "text": part.text}

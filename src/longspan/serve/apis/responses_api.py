@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+from pydantic_core import to_json
+
 from longspan.serve.apis.base import EventAssembler, Part, api_error, api_errors
 from longspan.serve.apis.responses_requests import NAMES, ResponsesRequest
 from longspan.serve.errors import ServeError
@@ -56,6 +59,7 @@ class ResponsesAssembler(EventAssembler):
     ) -> None:
         super().__init__(*arguments)
         self._given, self._keep = given, keep
+        self._echo = _echo(given)
         self._items_id = uuid.uuid4().hex  # requests may share an id, which their client or a proxy chose
         self._num_events = 0
 
@@ -132,7 +136,7 @@ class ResponsesAssembler(EventAssembler):
         return {"type": "reasoning", **item, "summary": [], "content": [_content(part)] * is_begun}
 
     def _response(self, status: str, *, error: Body | None = None, usage: Body | None = None) -> Body:
-        given, params = self._given.model_dump(by_alias=True, exclude_none=True), self.engine_requests[0].params
+        params, reasoning = self.engine_requests[0].params, self._given.reasoning
         is_over = status != "in_progress"
         return {
             "id": f"resp_{self.request_id}",
@@ -148,13 +152,11 @@ class ResponsesAssembler(EventAssembler):
             "output": [self._item(part) for part in self.parts if is_over],
             "parallel_tool_calls": self._given.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": given.get("reasoning", {}).get("effort"), "summary": None},
+            "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": given.get("text", {}).get("format", {"type": "text"})},
-            "tool_choice": given.get("tool_choice", "auto"),
-            "tools": [{"strict": None, "parameters": None, **tool} for tool in given.get("tools", ())],
+            **self._echo,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": usage,
@@ -169,6 +171,17 @@ class ResponsesAssembler(EventAssembler):
             "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": self.num_prompt_tokens + self.choice.num_tokens,
         }
+
+
+def _echo(request: ResponsesRequest) -> Body:
+    """Return fields of a request for its answer, as JSON. Schemas may have integers that msgspec cannot encode."""
+    given = request.model_dump(include={"text", "tool_choice", "tools"}, by_alias=True, exclude_none=True)
+    fields = {
+        "text": {"format": given.get("text", {}).get("format", {"type": "text"})},
+        "tool_choice": given.get("tool_choice", "auto"),
+        "tools": [{"strict": None, "parameters": None, **tool} for tool in given.get("tools", ())],
+    }
+    return {name: msgspec.Raw(to_json(value, inf_nan_mode="null")) for name, value in fields.items()}
 
 
 def _content(part: Part) -> Body:

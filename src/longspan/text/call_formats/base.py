@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -152,8 +153,12 @@ class CallFormat(ABC):
         """A regular expression of the text between two calls."""
         return "[^{]*"
 
+    def can_call(self, name: str) -> bool:
+        """Return True if a reader recognises this name of a function."""
+        return re.fullmatch("".join(self.head[1]), name) is not None
+
     def name_of(self, text: str) -> str:
-        """Return the name in a match of the name's expression."""
+        """Return the name in a match of the name's expression, or an empty text if it is malformed."""
         return text
 
 
@@ -182,6 +187,32 @@ def literal(text: str, tokens: Mapping[str, int]) -> str:
 def quoted(text: str) -> str:
     """Return a text as a literal in Lark."""
     return json.dumps(text, ensure_ascii=False)
+
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def parse_json(text: str) -> Any:  # noqa: ANN401 - JSON
+    """Parse JSON of a model or of a client.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deeply, or has a value that few clients can read. These are infinite
+            numbers, integers of more than 4300 digits, and escapes of half a character.
+    """
+    try:
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if "\\ud" in text.lower() and _LONE_SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+        raise ValueError("it has half a character")
+    return value
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not finite")
+    return number
 
 
 class JsonScanner:

@@ -25,7 +25,8 @@ _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 MARKERS = ("<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.\-]+)")
+_NAME = re.compile(r"[\w.\-]+")
+_RECIPIENT = re.compile(rf"to=(?:functions\.)?({_NAME.pattern})")
 _HEADS = ("<|channel|>", "<|start|>", _MESSAGE, "to=", " to=")
 """Beginnings of a message's header. An output that begins in another way is plain text."""
 
@@ -52,6 +53,9 @@ class HarmonyCalls(CallFormat):
     @property
     def head(self) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
         self._no_part(None)
+
+    def can_call(self, name: str) -> bool:
+        return _NAME.fullmatch(name) is not None
 
     def _no_part(self, _: object) -> NoReturn:
         raise AssertionError("only HarmonyReader reads these outputs")

@@ -15,6 +15,7 @@ from longspan.text.call_formats.base import (
     JsonScanner,
     LarkJson,
     Schema,
+    parse_json,
     quoted,
 )
 from longspan.text.call_formats.named import NamedCalls
@@ -63,9 +64,14 @@ class ObjectCalls(CallFormat):
         name = ['"', r'(?:[^"\\]|\\.)*+', r"\\?", '"']  # a backslash may be the last letter of a cut name
         return before, name, [blanks, ",", blanks, *key, blanks, ":", blanks, r"(?=\{)"]
 
+    def can_call(self, name: str) -> bool:
+        return bool(name)
+
     def name_of(self, text: str) -> str:
-        name: str = json.loads(text)
-        return name
+        try:
+            return str(parse_json(text))
+        except ValueError:  # such as an escape that JSON does not have
+            return ""
 
 
 def call_in(value: object) -> tuple[str, str] | None:
@@ -83,12 +89,11 @@ def call_in(value: object) -> tuple[str, str] | None:
     given: Any = next((value[key] for key in _ARGUMENTS if value.get(key) is not None), {})
     if not isinstance(name, str) or not name or (set(value) - {"name", "function", "type", "id", "index", *_ARGUMENTS}):
         return None
-    if isinstance(given, str):
-        try:
-            return (name, given) if isinstance(json.loads(given or "{}"), dict) else None
-        except (json.JSONDecodeError, RecursionError):
-            return None
-    return (name, json.dumps(given, ensure_ascii=False)) if isinstance(given, Mapping) else None
+    try:
+        arguments = parse_json(given or "{}") if isinstance(given, str) else given
+        return (name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, Mapping) else None
+    except ValueError:
+        return None
 
 
 VARIANTS: Mapping[str, tuple[CallFormat, ...]] = {

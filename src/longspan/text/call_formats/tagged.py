@@ -16,6 +16,7 @@ from longspan.text.call_formats.base import (
     Function,
     LarkJson,
     Schema,
+    parse_json,
     quoted,
 )
 
@@ -152,13 +153,12 @@ def _texts(schema: object) -> list[str] | None:
 
 def _json_of(text: str, schema: object) -> str:
     """Return a value as JSON: a string if the schema has only strings, or if the text is not JSON."""
-    value: Any = text
     if _texts(schema) is None:
-        with suppress(json.JSONDecodeError, RecursionError):
-            value = json.loads(text)
-    if schema is None and isinstance(value, str):
-        value = text  # quotes belong to a string that no schema describes
-    return json.dumps(value, ensure_ascii=False)
+        with suppress(ValueError):
+            value = parse_json(text)
+            if schema is not None or not isinstance(value, str):  # quotes belong to a string without a schema
+                return json.dumps(value, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False)
 
 
 VARIANTS: Mapping[str, tuple[CallFormat, ...]] = {
