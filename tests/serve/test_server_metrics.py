@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from fake_server import OUTPUT, STATS, client_of, fake_of, make_server
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from longspan.serve.messages import StepOutputs
@@ -135,6 +136,19 @@ def test_counters_outlive_the_engine_process_and_gauges_do_not() -> None:
     assert value("exchanged_bytes_total", exchange="ring_kv", link="same_host") == 2000
     assert value("num_preemptions_total") == 8
     assert value("num_requests_running") == 3
+
+
+def test_series_of_a_lost_engine_process_stay_though_the_next_never_counts_them() -> None:
+    server = make_server()
+    fake_of(server).on_loss()
+    assert sampler(server)("tier_kv_blocks", tier="disk") == 0
+    other = replace(STATS, busy_s=[1.0], bytes_sent={("ring_q", "other_host"): 1, ("offload", "host"): 2})
+    server.metrics.take_step(StepOutputs(stats=other))
+    value = sampler(server)
+    assert [value("instance_busy_seconds_total", instance=i) for i in "01"] == [2.5, 0.5]
+    labels = (("ring_kv", "same_host"), ("ring_q", "other_host"), ("offload", "host"))
+    sums = [value("exchanged_bytes_total", exchange=exchange, link=link) for exchange, link in labels]
+    assert sums == [1000, 25, 2]
 
 
 def test_the_models_first_name_labels_everything() -> None:

@@ -42,6 +42,19 @@ def test_a_recording_starts_and_stops_while_the_server_serves(tiny: Path) -> Non
         assert server.ask("GET", "/admin/timeline").status == 409
 
 
+def test_a_recording_goes_on_in_a_new_engine_core_until_it_is_stopped(tiny: Path) -> None:
+    with thread_server(args(tiny)) as server:
+        assert server.ask("POST", "/admin/timeline", {"recording": True}).status == 200
+        server.kill("core")
+        names = served(server)
+        server.complete(prompt=[4, 6], max_tokens=3)
+        assert len(served(server) - names) == 1
+        assert server.ask("POST", "/admin/timeline", {"recording": False}).status == 200
+        server.kill("core")
+        server.complete(prompt=[5, 6], max_tokens=3)
+        assert server.ask("GET", "/admin/timeline").status == 409
+
+
 def test_a_server_writes_its_trace_at_the_end_and_records_on_after_a_loss(tiny: Path, tmp_path: Path) -> None:
     trace = tmp_path / "run.json"
     with thread_server(args(tiny, trace=str(trace), parallel="2", policy="chunked")) as server:

@@ -125,10 +125,13 @@ def test_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     text=st.text("abX", max_size=20),
     stop=st.lists(st.text("abX", min_size=1, max_size=4), max_size=3),
     least=st.integers(0, 8),
+    chunk=st.integers(1, 6),
 )
-def test_stop_strings_that_end_within_min_tokens_do_not_count(text: str, stop: list[str], least: int) -> None:
+def test_stop_strings_that_end_within_min_tokens_do_not_count(
+    text: str, stop: list[str], least: int, chunk: int
+) -> None:
     detokenizer = Detokenizer(BYTE_LEVEL, stop=tuple(stop), min_tokens=least)
-    out = "".join(pieces(detokenizer, spell(text)))
+    out = "".join(pieces(detokenizer, spell(text), chunk))
     ends = [end for end in range(least + 1, len(text) + 1) if text[:end].endswith(tuple(stop))]
     begins = [ends[0] - len(each) for each in stop if text[: ends[0]].endswith(each)] if ends else [len(text)]
     assert out == text[: min(begins)]

@@ -113,6 +113,11 @@ class EngineClient:
         assert isinstance(reply, str)
         return reply
 
+    async def set_recording(self, *, is_on: bool) -> None:
+        """Start or stop to record requests and steps, also in later engine cores. See `command`."""
+        await self.command(lambda number: messages.SetRecording(number, is_on))
+        self._changes.is_recorded = is_on
+
     async def command(self, command: Callable[[int], messages.Command]) -> _Reply:
         """Send a command and wait for the engine core's reply.
 
@@ -244,7 +249,7 @@ class EngineClient:
                 if number is not None:
                     self._changes.parallel = parallel
                 self._handle_reply(number, parallel)
-            case messages.Timeline(number):
+            case messages.Timeline(number) if number is not None:
                 self._handle_reply(number, report)
             case messages.RequestLength(max_model_len):
                 self.on_length(max_model_len)
@@ -320,7 +325,9 @@ class EngineClient:
             self._replies.take(number, value)
 
     def _replay(self, started: messages.Started) -> None:
-        """Send all waiting requests to a new engine core. Requests that were accepted once stay accepted."""
+        """Send changes and all waiting requests to a new engine core. Accepted requests stay accepted."""
+        if self._changes.is_recorded is not None:
+            self._send(messages.SetRecording(None, self._changes.is_recorded))
         if (command := self._changes.replay()) is not None:
             self._send(command)
         else:
@@ -387,15 +394,17 @@ class _Replies:
 
 
 class _Changes:
-    """Changes of policy and fleet since the start, which are replayed to each new engine core.
+    """Changes of policy, fleet and recording since the start, which are replayed to each new engine core.
 
     Attributes:
         parallel: the parallel spec. None if it has not changed.
+        is_recorded: whether requests and steps are recorded. None if no request has changed that.
         are_replayed: True while a new engine core has not replied to them yet.
     """
 
     def __init__(self) -> None:
         self.parallel: str | None = None
+        self.is_recorded: bool | None = None
         self.are_replayed = False
         self._options: dict[str, str | None] = {}
 

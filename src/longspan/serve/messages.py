@@ -76,9 +76,12 @@ class SetParallel(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetRecording(msgspec.Struct, frozen=True, tag=True):
-    """Start or stop to record requests and steps. The reply is a `Timeline` without a trace."""
+    """Start or stop to record requests and steps. The reply is a `Timeline` without a trace.
 
-    id: int
+    The id is None if the command repeats an earlier one for a new engine core.
+    """
+
+    id: int | None
     is_on: bool
 
 
@@ -209,7 +212,7 @@ class Timeline(msgspec.Struct, frozen=True, tag=True):
         trace: a Perfetto trace as JSON. None if it was not asked for, or nothing is recorded.
     """
 
-    id: int
+    id: int | None
     is_on: bool
     trace: str | None = None
 

@@ -59,6 +59,7 @@ _ENGINE = "0"
 _LABELS = ["model_name", "engine"]
 """The label `engine` of every series, as in vLLM: the index of the engine core. A server has one."""
 
+_Labels = tuple[str, str]
 _Values = Mapping[Any, float]
 """Values of a family by a tuple of labels."""
 
@@ -145,14 +146,16 @@ class Metrics(Collector):
             stats,
             **{name: getattr(lost, name) + getattr(stats, name) for name, _, _ in _COUNTERS},
             busy_s=[sum(pair) for pair in zip_longest(lost.busy_s, stats.busy_s, fillvalue=0.0)],
-            bytes_sent={name: lost.bytes_sent.get(name, 0) + number for name, number in stats.bytes_sent.items()},
+            bytes_sent=_sums(lost.bytes_sent, stats.bytes_sent),
         )
 
     def take_loss(self) -> None:
         """Reset gauges while there is no engine core. Counters keep their values, though a new core counts from 0."""
         self._num_losses += 1
         none = [0] * len(self._stats.used_blocks)
-        self._lost = self._stats = replace(self._stats, num_running=0, num_waiting=0, used_blocks=none, host_blocks=0)
+        self._lost = self._stats = replace(
+            self._stats, num_running=0, num_waiting=0, used_blocks=none, host_blocks=0, disk_blocks=0
+        )
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus' exposition format."""
@@ -206,3 +209,8 @@ class Metrics(Collector):
         for labels, value in values.items():
             family.add_metric([*self._labels, *labels], value)
         return family
+
+
+def _sums(lost: Mapping[_Labels, int], counted: Mapping[_Labels, int]) -> dict[_Labels, int]:
+    """Return the sums of both counts. A series of a lost engine core stays, though the new core may never count it."""
+    return {name: lost.get(name, 0) + counted.get(name, 0) for name in (*lost, *(counted.keys() - lost.keys()))}

@@ -148,6 +148,8 @@ class Detokenizer:
         """Add the next output tokens and return the text that they release. `finished` releases the rest."""
         if self.stopped_by is not None:
             return ""
+        if 0 < (num_unchecked := self._num_unchecked) < len(token_ids):
+            return self.add(token_ids[:num_unchecked]) + self.add(token_ids[num_unchecked:], finished)
         self._pending += self._stream.add(token_ids, finished)
         if self._num_unchecked > 0:
             self._num_unchecked -= len(token_ids)
@@ -158,9 +160,10 @@ class Detokenizer:
         return self._release(len(self._pending) - (0 if finished else self._num_held()))
 
     def _first_stop(self) -> tuple[int, str] | None:
+        """Return the position of the stop string that ends first, and the string."""
         begins = [(stop, max(0, self._min_end + 1 - len(stop))) for stop in self._stop]
         hits = [(at, stop) for stop, begin in begins if (at := self._pending.find(stop, begin)) >= 0]
-        return min(hits, key=lambda hit: hit[0], default=None)
+        return min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]), default=None)
 
     def _num_held(self) -> int:
         longest = min(max(map(len, self._stop), default=0) - 1, len(self._pending))
