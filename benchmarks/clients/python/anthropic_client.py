@@ -6,19 +6,11 @@ from typing import Any, Literal
 
 import anthropic
 from anthropic import beta_tool
-from checks import CITY, FORECAST, KEY, MAX_TOKENS, MODEL, QUESTION, URL, check_city, run
-from pydantic import BaseModel
+from checks import CITY, FORECAST, KEY, MAX_TOKENS, MODEL, QUESTION, URL, Weather, check_city, run
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 TOOLS: Any = [{"name": "weather", "description": "Tells it.", "input_schema": CITY}]
-
-
-class Weather(BaseModel):
-    """The form of structured answers: clients send its schema and parse the answer by it."""
-
-    city: Literal["Rome", "Oslo"]
-    rains: bool
 
 
 def chat() -> None:

@@ -8,7 +8,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel
 
 URL = os.environ.get("LONGSPAN_URL", "http://127.0.0.1:8000")
 """The address of the server, without `/v1`."""
@@ -23,8 +25,17 @@ CITY: dict[str, Any] = {
     "additionalProperties": False,
 }
 """The arguments of the tool `weather`. An enum keeps the calls of a small model short."""
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": CITY}}]
+"""The tool `weather` in the form of OpenAI's chats."""
 FORECAST = "It rains all day."
 MAX_TOKENS = 24
+
+
+class Weather(BaseModel):
+    """The form of structured answers: clients send its schema and parse the answer by it."""
+
+    city: Literal["Rome", "Oslo"]
+    rains: bool
 
 
 def run(package: str | None, tasks: Sequence[Callable[[], None]]) -> None:

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from checks import BASE, FORECAST, KEY, MAX_TOKENS, MODEL, QUESTION, check_city, run
+from checks import BASE, FORECAST, KEY, MAX_TOKENS, MODEL, QUESTION, Weather, check_city, run
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
-
-
-class Weather(BaseModel):
-    """The form of structured answers: clients send its schema and parse the answer by it."""
-
-    city: Literal["Rome", "Oslo"]
-    rains: bool
 
 
 @tool

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
 import litellm
-from checks import BASE, CITY, FORECAST, KEY, MAX_TOKENS, MODEL, QUESTION, URL, check_city, run
-from pydantic import BaseModel
+from checks import BASE, FORECAST, KEY, MAX_TOKENS, MODEL, QUESTION, TOOLS, URL, Weather, check_city, run
 
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
-TOOLS: Any = [{"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": CITY}}]
 COMMON: Any = {"model": f"openai/{MODEL}", "api_base": BASE, "api_key": KEY, "num_retries": 0}
 ANTHROPIC: Any = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": KEY, "num_retries": 0}
-
-
-class Weather(BaseModel):
-    """The form of structured answers: clients send its schema and parse the answer by it."""
-
-    city: Literal["Rome", "Oslo"]
-    rains: bool
 
 
 def chat() -> None:

@@ -2,19 +2,11 @@
 
 from typing import Any, Literal
 
-from checks import BASE, FORECAST, KEY, MAX_TOKENS, MODEL, QUESTION, check_city, run
+from checks import BASE, FORECAST, KEY, MAX_TOKENS, MODEL, QUESTION, Weather, check_city, run
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel
-
-
-class Weather(BaseModel):
-    """The form of structured answers: clients send its schema and parse the answer by it."""
-
-    city: Literal["Rome", "Oslo"]
-    rains: bool
 
 
 def weather(city: Literal["Rome", "Oslo"]) -> str:

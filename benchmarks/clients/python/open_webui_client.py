@@ -9,9 +9,8 @@ import json
 import urllib.request
 from typing import Any
 
-from checks import BASE, CITY, KEY, MODEL, QUESTION, check_city, run
+from checks import BASE, KEY, MODEL, QUESTION, TOOLS, check_city, run
 
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": CITY}}]
 CHAT: dict[str, Any] = {
     "stream": True,
     "model": MODEL,

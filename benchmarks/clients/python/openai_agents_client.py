@@ -14,21 +14,13 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from checks import BASE, FORECAST, KEY, MAX_TOKENS, MODEL, QUESTION, run
+from checks import BASE, FORECAST, KEY, MAX_TOKENS, MODEL, QUESTION, Weather, run
 from openai import AsyncOpenAI
-from pydantic import BaseModel
 
 set_tracing_disabled(True)
 SETTINGS = ModelSettings(max_tokens=600, temperature=0)
 """The SDK raises an error for a response that `max_tokens` cuts off."""
 MODELS = {"responses": OpenAIResponsesModel, "chats": OpenAIChatCompletionsModel}
-
-
-class Weather(BaseModel):
-    """The form of structured answers: clients send its schema and parse the answer by it."""
-
-    city: Literal["Rome", "Oslo"]
-    rains: bool
 
 
 @function_tool

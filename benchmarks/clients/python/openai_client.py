@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import openai
-from checks import BASE, CITY, FORECAST, KEY, MAX_TOKENS, MODEL, QUESTION, check_city, run
-from pydantic import BaseModel
+from checks import BASE, FORECAST, KEY, MAX_TOKENS, MODEL, QUESTION, TOOLS, Weather, check_city, run
 
 client = openai.OpenAI(base_url=BASE, api_key=KEY, max_retries=0)
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
-TOOLS: Any = [{"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": CITY}}]
 FLAT_TOOLS: Any = [{"type": "function", **TOOLS[0]["function"], "strict": True}]
-
-
-class Weather(BaseModel):
-    """The form of structured answers: clients send its schema and parse the answer by it."""
-
-    city: Literal["Rome", "Oslo"]
-    rains: bool
 
 
 def models() -> None:

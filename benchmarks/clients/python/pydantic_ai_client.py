@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
-from checks import BASE, KEY, MAX_TOKENS, MODEL, QUESTION, run
-from pydantic import BaseModel
+from checks import BASE, KEY, MAX_TOKENS, MODEL, QUESTION, Weather, run
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
-
-
-class Weather(BaseModel):
-    """The form of structured answers: clients send its schema and parse the answer by it."""
-
-    city: Literal["Rome", "Oslo"]
-    rains: bool
 
 
 def agent(form: Any, **options: Any) -> Any:
