@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -185,6 +186,18 @@ def test_an_object_with_a_malformed_name_is_text(name: str) -> None:
     text = f'{{"name": "{name}", "parameters": {{}}}}'
     for pieces in ([text], list(text)):
         assert read(variants("llama3_json")[0], pieces)[:2] == (Pieces("", text), [])
+
+
+@pytest.mark.parametrize("piece", ["abcd", "    ", "{", ">", "[", '\\"'])
+@pytest.mark.parametrize("form", [form for name in NAMES for form in variants(name)])
+def test_a_long_beginning_of_a_call_is_not_read_again_for_each_piece(form: CallFormat, piece: str) -> None:
+    for begin in (form.begin, form.begin + '{"name": "'):
+        reader = form.output_reader() or CallReader(form, SCHEMAS)
+        reader.add(begin)
+        start_s = time.process_time()
+        for _ in range(5000):
+            reader.add(piece)
+        assert time.process_time() - start_s < 3, "it is 0.1 s, and 20 s if each piece costs as much as all before it"
 
 
 def test_empty_arguments_are_an_object() -> None:

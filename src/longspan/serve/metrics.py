@@ -59,7 +59,7 @@ _ENGINE = "0"
 _LABELS = ["model_name", "engine"]
 """The label `engine` of every series, as in vLLM: the index of the engine core. A server has one."""
 
-_Labels = tuple[str, str]
+_Labels = tuple[str, Any]
 _Values = Mapping[Any, float]
 """Values of a family by a tuple of labels."""
 

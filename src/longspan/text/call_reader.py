@@ -25,6 +25,11 @@ _KEYS = ("name", "type", "id", "index", "function", "arguments", "parameters")
 _OBJECT = r"(?P<object>\{)\s*\"(?:" + "|".join(_KEYS) + r")\""
 _OBJECT_BEGUN = r"\{\s*(?:\"(?:" + "|".join(sorted({key[:n] for key in _KEYS for n in range(len(key) + 1)})) + r"))?\Z"
 """The beginning of an object that may be a call, and an end of a text that may be such a beginning."""
+_MAX_HEAD = 1024
+"""Characters of the longest beginning of a call, up to its arguments. A longer one is text.
+
+Each piece of an output is compared with the whole beginning. More characters allow more blanks in a call.
+"""
 
 
 class _Patterns(NamedTuple):
@@ -112,6 +117,8 @@ class CallReader:
                 content += self._take_object(calls)
             elif self._state == "plain text" or not self._begin_call(calls):
                 break
+        if self._state == "after":
+            self._pending = self._pending[-_MAX_HEAD:]
         if finish_reason is not None and not self.num_calls:
             self._pending, self._object = self._object + self._pending, ""
             if not self._is_cut_call(finish_reason, stop_reason):
@@ -125,7 +132,7 @@ class CallReader:
         if self._state == "text":
             patterns = [pattern for pattern in _patterns(self._form, is_first=True) if pattern is not None]
             matches = (p.match(pending) if self._at_start else p.search(pending) for p in patterns)
-            end = min((match.start() for match in matches if match), default=end)
+            end = min((match.start() for match in matches if match and _is_short(match)), default=end)
             if end and self._at_start:
                 self._state, end = "plain text", len(pending)
         self._pending = pending[end:]
@@ -142,7 +149,7 @@ class CallReader:
                 self._pending, self._state = pending[head.end() :], "arguments"
                 self._arguments = self._form.arguments((self._functions or {}).get(name))
                 return True
-        elif patterns.head_begun.match(pending):
+        elif (begun := patterns.head_begun.match(pending)) and _is_short(begun):
             return False
         if patterns.object is not None and (opened := patterns.object.match(pending)):
             start = opened.start("object")
@@ -199,3 +206,7 @@ class CallReader:
         if begun:
             return finish_reason != "stop" or stop_reason is not None
         return finish_reason != "stop" and not self._marker_is_token
+
+
+def _is_short(match: re.Match[str]) -> bool:
+    return match.end() - match.start() <= _MAX_HEAD

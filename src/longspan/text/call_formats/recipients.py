@@ -13,11 +13,11 @@ from longspan.text.call_formats.base import CallDelta, CallFormat, JsonScanner, 
 from longspan.text.call_formats.named import NamedCalls
 
 _BEGIN = ">>>"
-_HEAD = re.compile(r"(?:>>>)?([\w.\-]+)\n")
-_HEAD_BEGUN = re.compile(r"(?:>{0,3}|(?:>>>)?[\w.\-]+)\Z")
+_HEAD = re.compile(r"(?:>>>)?([\w.\-]{1,64})\n")
+_HEAD_BEGUN = re.compile(r"(?:>{0,3}|(?:>>>)?[\w.\-]{1,64})\Z")
 """The line with the recipient at the beginning of an output, and a beginning of it."""
-_NEXT = re.compile(r">>>([\w.\-]+)\n")
-_NEXT_BEGUN = re.compile(r">(?:>(?:>[\w.\-]*)?)?\Z")
+_NEXT = re.compile(r">>>([\w.\-]{1,64})\n")
+_NEXT_BEGUN = re.compile(r">(?:>(?:>[\w.\-]{0,64})?)?\Z")
 """The line with the next recipient, and an end of a text that may be the beginning of it."""
 
 

@@ -113,6 +113,7 @@ class _TaggedArguments:
                 pieces.append("}" if self._num_read else "{}")
                 self.done = True
             else:
+                self._num_scanned = len(pending)  # an end in the middle of a value
                 break
             pending, self._num_scanned = pending[match.end() :], 0
         return "".join(pieces), pending
