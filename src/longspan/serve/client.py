@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from longspan import limits
@@ -112,11 +112,6 @@ class EngineClient:
         reply = await self.command(lambda number: messages.SetParallel(number, parallel))
         assert isinstance(reply, str)
         return reply
-
-    async def set_recording(self, *, is_on: bool) -> None:
-        """Start or stop to record requests and steps, also in later engine cores. See `command`."""
-        await self.command(lambda number: messages.SetRecording(number, is_on))
-        self._changes.is_recorded = is_on
 
     async def command(self, command: Callable[[int], messages.Command]) -> _Reply:
         """Send a command and wait for the engine core's reply.
@@ -249,7 +244,8 @@ class EngineClient:
                 if number is not None:
                     self._changes.parallel = parallel
                 self._handle_reply(number, parallel)
-            case messages.Timeline(number) if number is not None:
+            case messages.Timeline(number, is_on) if number is not None:
+                self._changes.is_recorded = is_on
                 self._handle_reply(number, report)
             case messages.RequestLength(max_model_len):
                 self.on_length(max_model_len)
@@ -326,11 +322,9 @@ class EngineClient:
 
     def _replay(self, started: messages.Started) -> None:
         """Send changes and all waiting requests to a new engine core. Accepted requests stay accepted."""
-        if self._changes.is_recorded is not None:
-            self._send(messages.SetRecording(None, self._changes.is_recorded))
-        if (command := self._changes.replay()) is not None:
+        for command in self._changes.replay():
             self._send(command)
-        else:
+        if not self._changes.are_replayed:
             self.state = "serving"
             self.on_length(started.max_model_len)
         for number, (queue, index) in self._waiting.items():
@@ -398,7 +392,7 @@ class _Changes:
 
     Attributes:
         parallel: the parallel spec. None if it has not changed.
-        is_recorded: whether requests and steps are recorded. None if no request has changed that.
+        is_recorded: whether requests and steps are recorded, by the latest reply about that. None without one.
         are_replayed: True while a new engine core has not replied to them yet.
     """
 
@@ -412,12 +406,15 @@ class _Changes:
         """Add changed options. Earlier changes stay, since a re-shard may choose a policy with other options."""
         self._options |= {name: settings.given.get(name) for name in settings.changeable}
 
-    def replay(self) -> messages.Command | None:
-        """Return the command that repeats the changes, or None without changes."""
+    def replay(self) -> Iterator[messages.Command]:
+        """Yield the commands that repeat the changes. The engine core replies to one that is not about recording."""
         self.are_replayed = self.parallel is not None or bool(self._options)
+        if self.is_recorded is not None:
+            yield messages.SetRecording(None, self.is_recorded)
         if self.parallel is not None:
-            return messages.SetParallel(None, self.parallel, self._options)
-        return messages.SetPolicy(None, self._options) if self._options else None
+            yield messages.SetParallel(None, self.parallel, self._options)
+        elif self._options:
+            yield messages.SetPolicy(None, self._options)
 
 
 def abandon(task: asyncio.Future[Any]) -> None:

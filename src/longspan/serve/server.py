@@ -168,7 +168,7 @@ class Server:
     async def set_recording(self, request: Request, body: Recording) -> Recording:
         """Start or stop to record requests and steps."""
         with self._watch(request).held():
-            await self.engine.set_recording(is_on=body.recording)
+            await self.engine.command(lambda number: messages.SetRecording(number, body.recording))
         _log.info("recording is %s, by request %s", body.recording, request.state.request_id)
         return body
 
