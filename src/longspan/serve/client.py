@@ -407,7 +407,7 @@ class _Changes:
         self._options |= {name: settings.given.get(name) for name in settings.changeable}
 
     def replay(self) -> Iterator[messages.Command]:
-        """Yield the commands that repeat the changes. The engine core replies to one that is not about recording."""
+        """Yield the commands that repeat the changes. The engine core replies to a change of policy or fleet."""
         self.are_replayed = self.parallel is not None or bool(self._options)
         if self.is_recorded is not None:
             yield messages.SetRecording(None, self.is_recorded)
