@@ -351,9 +351,16 @@ class Runner:
             for size, seconds in zip((self._num_tokens, _SHORT), times, strict=True):
                 cached = _cached(size) if case.partial else 0
                 members, exchange = (2, case.exchange) if case.exchange else (1, "local")
-                sizes = {"members": members, "new_tokens": size - cached, "cached_tokens": cached}
                 if case.partial == partial:
-                    profile = profile.with_measured(Prefill(exchange=exchange, seconds=(seconds,), **sizes))
+                    prefill = Prefill(
+                        exchange=exchange,
+                        seconds=(seconds,),
+                        members=members,
+                        new_tokens=size - cached,
+                        cached_tokens=cached,
+                        link_class="other_host" if members > 1 else "same_host",
+                    )
+                    profile = profile.with_measured(prefill)
         service = self._llm.service
         service.setup = replace(service.setup, facts=replace(service.setup.facts, profile=profile))
         prompt = self._prompt(partial, self._num_tokens)
