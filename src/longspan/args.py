@@ -53,7 +53,7 @@ class DeviceArgs(ParallelArgs):
         ),
     ] = None
     topology: Annotated[
-        str | None, instance_option("With ray: the hosts of each rack, in place of node labels.", metavar="FILE.toml")
+        str | None, instance_option("With ray: hosts of each rack, in place of Ray's names.", metavar="FILE.toml")
     ] = None
     threads_per_rank: Annotated[int | None, _devices("CPU threads of each rank. By default an equal share.")] = None
     device: Annotated[Literal["cpu", "cuda"], _devices("Device that ranks compute on.")] = "cpu"

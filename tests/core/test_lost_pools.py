@@ -10,7 +10,7 @@ from cluster import Cluster, Setup
 
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.fleets import without
-from longspan.core.locations import locations_of_ranks
+from longspan.core.imitated_hosts import locations_of_ranks
 from longspan.core.request import Request
 from longspan.policy.registry import make_policy
 

@@ -70,8 +70,6 @@ def test_the_cluster_of_an_engine_has_the_given_places() -> None:
     ("given", "parameter"),
     [
         ({"ray_address": "10.0.0.1:6379"}, "ray_address"),
-        ({"executor": "ray", "host_kv_gib": 1.0}, "host_kv_gib"),
-        ({"executor": "ray", "host_kv_gib": 1.0, "disk_kv_gib": 1.0}, "host_kv_gib"),
         ({"executor": "mp"}, "executor"),
         ({"topology": "racks.toml"}, "topology"),
         ({"executor": "ray", "topology": "/nowhere/racks.toml"}, "topology"),

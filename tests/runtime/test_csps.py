@@ -187,7 +187,7 @@ def test_bytes_equal_the_formula(parallel: str, tiny: Path) -> None:
     [
         (
             {"exchange": "ring_kv"},
-            "csa is for exchange alltoall, gather_hidden and layout contiguous, but ring_kv given: leave one",
+            "csa is for exchange alltoall, gather_hidden and layout contiguous, but exchange ring_kv given: leave one",
         ),
         ({"layout": "zigzag"}, "but layout zigzag given"),
         ({"weights": "host"}, "weights and csa exclude each other, but host given"),
