@@ -90,13 +90,12 @@ class Lifecycle:
         request.metrics.num_cached_tokens = num_cached
 
     def moved(self, moves: Sequence[MoveKV]) -> None:
-        """Continue after a completed move: send further moves, resume loaded requests, and clear blocks."""
+        """Continue after a completed move: clear blocks, send further moves, and resume loaded requests."""
+        self.free()
         if moves:
             self._ranks.send(*moves)
         if self._kv.swaps is not None:
             self.complete_loads()
-        if slots := self._kv.clearable():
-            self._ranks.free(cleared=slots)
 
     def complete_loads(self) -> None:
         """Resume the requests whose loads are complete."""
@@ -230,6 +229,7 @@ class Lifecycle:
             self._policy.ended(request)
             self._queues.remove(request)
             self._kv.end(request)
+            self.free()  # before another request gets the blocks that its transfers release
             if self._ranks.observer is not None:
                 self._ranks.observer.ended(request, reason)
         if request.finish_reason is None or (request.finish_reason, reason) == ("length", "stop"):
