@@ -93,3 +93,22 @@ def test_finite_chunks_before_poison_stay_shared() -> None:
     cluster.run()
     assert clean.metrics.num_cached_tokens == len(prompt)
     assert_lawful(cluster)
+
+
+def test_blocks_received_for_an_aborted_request_are_cleared() -> None:
+    """When the request is aborted, its chunk with NaN is in flight, and its KV streams to a decode instance."""
+    setup = Setup(
+        num_instances=2,
+        roles=Roles(num_prefill=1, num_decode=1, backends=1),
+        policy="tetris",
+        block_size=2,
+        max_num_batched_tokens=40,
+    )
+    cluster = Cluster(setup)
+    cluster.executor.poison = [60]
+    request = cluster.add([60, 1, 2, 3, 4], max_tokens=4)
+    cluster.step(timeout_s=0.0)
+    assert request.in_flight
+    cluster.engine.finish(request, "abort")
+    cluster.run()
+    assert not cluster.executor.non_finite_blocks

@@ -154,7 +154,7 @@ class Transfers:
         if (shares := self._transfers.get(request.id)) is not None:
             self._end(shares)
             for transfer in reversed(shares):
-                if request.non_finite_from is not None:
+                if request.non_finite_from is not None or request.in_flight:  # a chunk in flight may not be finite
                     received = set(transfer.blocks[transfer.num_shared :]).difference(request.table)
                     self._uncleared.update(dict.fromkeys(received, 0))
                 self._account.release(reversed(transfer.blocks))
