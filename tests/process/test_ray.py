@@ -124,6 +124,17 @@ def finish(service: Service) -> None:
         service.engine.step()
 
 
+def lose_a_host(ray_cluster: Any, service: Service) -> None:
+    """Lose the host of the second of two instances during steps. The first one serves on."""
+    for _ in range(4):
+        service.engine.step()
+    ray_cluster.remove_node(ray_cluster.worker_nodes.copy().pop())
+    with pytest.raises(WorkerLostError, match="rank 1 was lost"):
+        finish(service)
+    service.restart()
+    assert service.engine.config.cluster.num_instances == 1
+
+
 @pytest.mark.parametrize("what", [pytest.param("worker", marks=pytest.mark.full), "actor"])
 def test_a_lost_worker_is_named_with_its_host_and_requests_continue_on_new_workers(
     what: str, two_hosts: str, tiny: Path, oracle: Oracle, services: list[Service]
@@ -227,13 +238,7 @@ def test_a_lost_host_is_left_out_and_used_again_when_it_returns(
     service = Service(given)
     services.append(service)
     requests = [service.engine.add(prompt, GREEDY) for prompt in (PROMPT, PROMPT[::-1])]
-    for _ in range(4):
-        service.engine.step()
-    ray_cluster.remove_node(ray_cluster.worker_nodes.copy().pop())
-    with pytest.raises(WorkerLostError, match="rank 1 was lost"):
-        finish(service)
-    service.restart()
-    assert service.engine.config.cluster.num_instances == 1
+    lose_a_host(ray_cluster, service)
     finish(service)
     assert not service.can_grow()
     ray_cluster.add_node(**ray_cluster.node_options)

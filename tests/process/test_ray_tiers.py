@@ -15,7 +15,7 @@ import psutil
 import pytest
 from leftovers import left_names, wait_until_gone
 from oracle import Oracle
-from test_ray import finish, options, ray, ray_cluster, run_folders, services, two_hosts  # noqa: F401 - skips without Ray
+from test_ray import finish, lose_a_host, options, ray, ray_cluster, run_folders, services, two_hosts  # noqa: F401 - skips without Ray
 
 from longspan import SamplingParams
 from longspan.args import EngineArgs
@@ -204,13 +204,7 @@ def test_the_remaining_host_keeps_its_kv_when_a_host_is_lost_and_returns(
     services.append(service)
     requests, _ = answer(service, prompts := prompts_of(90, 80, 70, 60))
     again = [service.engine.add(prompt, GREEDY) for prompt in [*prompts, *prompts_of(200, seed=4)]]
-    for _ in range(4):
-        service.engine.step()
-    ray_cluster.remove_node(ray_cluster.worker_nodes.copy().pop())
-    with pytest.raises(WorkerLostError, match="rank 1 was lost"):
-        finish(service)
-    service.restart()
-    assert service.engine.config.cluster.num_instances == 1
+    lose_a_host(ray_cluster, service)
     pools = service.engine.config.cluster.host_pools
     assert [bool(service.engine.kv.account.usage([pool]).num_cached) for pool in pools] == [True, False]
     finish(service)

@@ -31,7 +31,7 @@ __all__ = ["VOCAB", "Cluster", "Setup", "Slots", "invented_token", "rank_request
 class Cluster:
     """An engine whose every step is checked. Tokens are invented by the `SimExecutor`.
 
-    Disks are those of a cluster `before`. The profile of the facts counts as measured on the nearest groups of this
+    The disks come from a cluster `before`. The profile of the facts counts as measured on the nearest groups of this
     cluster.
     """
 

@@ -35,7 +35,7 @@ class Estimates:
     """Predicted seconds of prefills by group size, and of decode steps of one instance.
 
     Attributes:
-        sizes: of groups, ascending: 1, those of `sp_times`, and all instances.
+        sizes: of groups, ascending: 1, the sizes of `sp_times`, and all instances.
         token_s: seconds of a decode step with a single request and no context. It is the unit of all times of `auto`:
             a machine with half the speed gets the same decisions at half the rate.
         cuts_steps: whether steps that prefill and decode are bounded.
