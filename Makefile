@@ -164,10 +164,11 @@ $(HOSTS)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 # Each loss this many times. Needs root on Linux, and `ip` and `tc`. Without them the tests are skipped with the reason.
+# The two runs are separate processes: test_ray.py keeps the Ray of its process on the loopback interface.
 LOSSES ?= 2
 test-hosts: $(HOSTS)/.installed
-	LONGSPAN_LOSSES=$(LOSSES) OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest -m hosts -rs --timeout 1800 tests/process
-	$(HOSTS)/bin/python -m pytest -rs tests/process/test_ray.py tests/process/test_ray_nodes.py
+	LONGSPAN_LOSSES=$(LOSSES) OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest -m hosts -rs --timeout 1800 tests/process/test_lost_hosts.py
+	$(HOSTS)/bin/python -m pytest -rs tests/process/test_ray.py tests/process/test_ray_tiers.py tests/process/test_ray_nodes.py
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(SITE) $(HOSTS) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
