@@ -112,3 +112,55 @@ def test_blocks_received_for_an_aborted_request_are_cleared() -> None:
     cluster.engine.finish(request, "abort")
     cluster.run()
     assert not cluster.executor.non_finite_blocks
+
+
+def test_blocks_of_an_ended_transfer_are_cleared_before_the_next_transfer_fills_them() -> None:
+    """NaN ends a request whose second chunk is in flight. Cached KV of another request takes its decode blocks."""
+    setup = Setup(
+        num_instances=2,
+        roles=Roles(num_prefill=1, num_decode=1, backends=4),
+        policy="tetris",
+        num_blocks=64,
+        decode_blocks=12,
+        block_size=2,
+        max_num_batched_tokens=8,
+    )
+    cluster = Cluster(setup)
+    cluster.executor.poison = [60]
+    prompt = [1, 2, 3, 4]
+    cluster.add(prompt, max_tokens=1)
+    cluster.run()
+    dirty = cluster.add([60, *range(20, 41)], max_tokens=2)
+    clean = cluster.add([*prompt, 9], max_tokens=2)
+    while dirty.finish_reason is None:
+        cluster.step()
+    cluster.step(timeout_s=0.0)
+    assert dirty.in_flight and any(move.request_id == clean.id for move in cluster.moves)
+    cluster.run()
+    assert_lawful(cluster)
+
+
+def test_blocks_of_a_transfer_are_cleared_when_a_decoding_request_takes_them() -> None:
+    """The chunk with NaN is in flight, and its KV streams to these blocks."""
+    setup = Setup(
+        num_instances=2,
+        roles=Roles(num_prefill=1, num_decode=1, backends=1),
+        policy="tetris",
+        num_blocks=64,
+        decode_blocks=65,
+        block_size=2,
+        max_num_batched_tokens=200,
+    )
+    cluster = Cluster(setup)
+    cluster.executor.poison = [60]
+    decoding = cluster.add([1, 2, 3, 4], max_tokens=30)
+    while len(decoding.output) < 4:
+        cluster.step()
+    dirty = cluster.add([60, *range(1, 40), *range(1, 40), *range(1, 41)], max_tokens=2)
+    while (transfer := cluster.transfer_of(dirty.id)) is None or not transfer.blocks:
+        cluster.step()
+    while (transfer := cluster.transfer_of(dirty.id)) is not None and transfer.blocks:
+        cluster.step()
+    assert transfer is not None and dirty.in_flight, "its blocks are freed before its chunk has ended"
+    cluster.run()
+    assert_lawful(cluster)

@@ -276,7 +276,7 @@ class Engine:
         """
         queues = self._queues
         while True:
-            self.kv.free_for_decodes(queues.occupancy.full)
+            self._lifecycle.free_for_decodes()
             if (limit := self._device_limit) is not None:
                 self._ranks.send(
                     *self.kv.move_host_blocks(queues.waiting.runnable(self._policy.admits(self.config.cluster)), limit)

@@ -199,6 +199,11 @@ class Lifecycle:
         self.counts.num_preemptions += 1
         self.retract(request)
 
+    def free_for_decodes(self) -> None:
+        """Free and clear blocks of transfers, before decoding requests that lack blocks get them."""
+        self._kv.free_for_decodes(self._queues.occupancy.full)
+        self.free()
+
     def break_deadlock(self) -> bool:
         """Release offloaded blocks, or preempt a request that waits for decode blocks. Return whether it could."""
         if self._waiting and self._kv.release_offloaded():

@@ -154,10 +154,7 @@ class Transfers:
         if (shares := self._transfers.get(request.id)) is not None:
             self._end(shares)
             for transfer in reversed(shares):
-                if request.non_finite_from is not None or request.in_flight:  # a chunk in flight may not be finite
-                    received = set(transfer.blocks[transfer.num_shared :]).difference(request.table)
-                    self._uncleared.update(dict.fromkeys(received, 0))
-                self._account.release(reversed(transfer.blocks))
+                self._release(transfer)
 
     def clearable(self, slots: Iterable[tuple[BlockRef, int]] = ()) -> tuple[tuple[BlockRef, int], ...]:
         """Add slots with KV that is not finite, see `Free`. Return the slots to clear now, earlier ones included.
@@ -184,8 +181,16 @@ class Transfers:
             self._order[target][request.id] = again  # at the same position
             self._free_backends(transfer)
             self.expected[target] += transfer.num_blocks
-            self._account.release(reversed(transfer.blocks))
+            self._release(transfer)
             self.dirty = True
+
+    def _release(self, transfer: Transfer) -> None:
+        """Free the blocks of a transfer. Clear what it received if a chunk is not finite, or may not be."""
+        request = transfer.request
+        if request.non_finite_from is not None or request.in_flight:
+            received = set(transfer.blocks[transfer.num_shared :]).difference(request.table)
+            self._uncleared.update(dict.fromkeys(received, 0))
+        self._account.release(reversed(transfer.blocks))
 
     def _transfers_to_free(self, full: Collection[int]) -> Iterator[Transfer]:
         """Yield the transfers whose blocks are freed so that requests decoding on the target can continue.
