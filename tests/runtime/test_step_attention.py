@@ -20,10 +20,10 @@ from transports import Wires, run_members
 
 from longspan.attn.backends import backend_of
 from longspan.attn.check import random_qkv, reference
-from longspan.attn.comm import NO_PEERS, Transport
+from longspan.attn.comm import NO_PEERS, Calls, Pending, Transport
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
-from longspan.core.exchange import LOCAL, RING_KV, RING_Q
+from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q
 from longspan.core.layouts import shard_span
 from longspan.core.runs import positions
 from longspan.core.steps import Forward, Free, Part, Sample, Sampling
@@ -145,6 +145,65 @@ def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
         every = range(chats[index].stops[-1])
         out = torch.stack([found[layer, index, position] for position in every], dim=1)
         torch.testing.assert_close(out.double(), reference(q, every, k, v, every, specs[layer])[0], atol=1e-5, rtol=0)
+
+
+class Counted:
+    """Counts the receives that have started. It may claim to match no tags."""
+
+    sums = None
+
+    def __init__(self, inner: Transport, *, tagged: bool) -> None:
+        self._inner, self.tagged, self.num_receives = inner, tagged, 0
+
+    def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
+        self.num_receives += len(receives)
+        return self._inner.start(sends, receives, tag)
+
+    def complete_sends(self) -> None:
+        self._inner.complete_sends()
+
+
+@pytest.mark.parametrize(("tagged", "counts"), [(True, [2, 3, 4, 4, 4]), (False, [1, 2, 3, 4, 4])])
+def test_a_chain_receives_a_layer_ahead_if_messages_have_tags(tagged: bool, counts: list[int]) -> None:
+    """A message waits until its receiver has started to receive. So this hides it behind a whole layer."""
+    specs = [spec_of()] * 4
+    q, k, v = random_qkv(specs[0], 32, 32, torch.float32, 0)
+    part = Part(
+        request_id=0,
+        start=0,
+        stop=32,
+        tokens=tuple(range(32)),
+        group=(0, 1),
+        runs=shard_span("contiguous", 0, 32, 2, align=BLOCK, head=0),
+        exchange=CHAIN,
+        first_block=0,
+        blocks=tuple(BlockRef(1, block) for block in range(4)),
+        sample=None,
+        sampling=Sampling(seed=0),
+    )
+    forward = Forward(number=0, parts=(part,))
+    started: list[int] = []
+
+    def rank(instance: int, transport: Transport) -> None:
+        pool = KvPool(
+            kv_record(specs, BLOCK, torch.float32), num_blocks=8, block_size=BLOCK, dtype=torch.float32, device=CPU
+        )
+        packed = pack(forward, rank_requests(), instance=instance, block_size=BLOCK, device=CPU, backend=BACKEND)
+        counted = Counted(transport, tagged=tagged)
+        comm = StepComm(StepLanes.one(counted), 0, cluster=CLUSTER, rank=instance, num_layers=len(specs))
+        attention = StepAttention(packed, comm, pool=pool, specs=specs, watch=Stopwatch(enabled=False, device=CPU))
+        own = positions(part.runs[instance])
+        if instance == 1:
+            started.append(counted.num_receives)
+        for layer in range(len(specs)):
+            attention(layer, q[:, own], k[:, own], v[:, own])
+            if instance == 1:
+                started.append(counted.num_receives)
+
+    for result in run_members(2, rank, wires=Wires(timeout_s=60)):
+        if isinstance(result, Exception):
+            raise result
+    assert started == counts
 
 
 # ---------------------------------------------------------------- steps that are computed as a whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from longspan.runtime.layerwise import Layerwise, LayerwiseStep
     from longspan.runtime.layerwise.layers import Arguments
     from longspan.runtime.moves import StepMoves
+
+
+_LAYERS_AHEAD = 2
+"""Layers that start to receive before the first is computed. A message waits until its receiver has started, so it is
+hidden behind a whole layer. More layers need more memory, of all new keys and values of a layer each."""
 
 
 class StepAttention:
@@ -56,8 +62,10 @@ class StepAttention:
         if any(channel.exchange.is_layerwise for channel in packed.channels):
             assert layerwise is not None, "layerwise exchanges need a model"
             self._layerwise = layerwise.step(packed, comm, pool=pool, watch=watch)
-        self._started: dict[int, object] = {}
-        self._start(pool.layers[0])
+        self._started: defaultdict[int, deque[object]] = defaultdict(deque)
+        self._to_start = iter(pool.layers)
+        for _ in range(_LAYERS_AHEAD if comm.matches_early else 1):
+            self._start_next()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention of this rank's packed tokens, or of the first `num_alone` of them."""
@@ -86,14 +94,14 @@ class StepAttention:
                     num_layers=len(self._specs),
                     layers=self._pool.layers,
                     first_kv_head=self._first_kv_heads[layer] if self._first_kv_heads else 0,
-                    started=self._started.pop(channel.number, None) if exchange.start else None,
+                    started=self._started[channel.number].popleft() if exchange.start else None,
                     host=self._host_source(channel, layer),
                 )
                 for (keys, values), slots in zip(exchange.attend(call) or (), channel.slots, strict=True):
                     slots.write(self._pool, layer, keys, values)
                 if channel.ratings is not None:
                     channel.ratings.add(call)
-            self._start(self._pool.after(layer))
+            self._start_next()
             return out
 
     def single_tokens(self) -> SingleTokens | None:
@@ -153,8 +161,9 @@ class StepAttention:
         kv, staging = self._host.layer(layer), self._host.staging
         return HostSource(parts=channel.hosted, member=channel.rank, kv=kv, staging=staging)
 
-    def _start(self, layer: int | None) -> None:
-        """Start the sends and receives of a layer that need no result of that layer."""
+    def _start_next(self) -> None:
+        """Start the sends and receives of the next layer that need no result of that layer."""
+        layer = next(self._to_start, None)
         if layer is None:
             return
         for channel, exchange in self._channels:
@@ -162,7 +171,7 @@ class StepAttention:
                 if self._moves is not None:
                     self._moves.complete(layer)
                 group, kv = self._comm.channel(layer, channel), self._pool.layer(layer)
-                self._started[channel.number] = exchange.start(group, channel.parts, kv, self._specs[layer])
+                self._started[channel.number].append(exchange.start(group, channel.parts, kv, self._specs[layer]))
 
     def _stream(self, layer: int) -> None:
         if self._moves is not None:

@@ -77,6 +77,11 @@ class StepComm:
         per_step = 2 * (num_layers + 1) * _CHANNELS * self._hops  # 2: `inside` may need more groups than channels
         self._first_tag = number % (FIRST_MOVE_TAG // per_step) * per_step
 
+    @property
+    def matches_early(self) -> bool:
+        """Whether early messages may overtake each other. If not, a receive delays the later sends of its rank."""
+        return self._lanes.early.tagged
+
     def channel(self, layer: int, channel: Channel) -> Group:
         if len(channel.members) == 1:
             return ALONE
