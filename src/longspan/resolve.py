@@ -153,16 +153,7 @@ class ResolvedEngine:
         early = Facts(cluster=cluster, phases=resolved.phases)
         draft = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early)
         model = model or EngineModel.of(given)  # after the checks, since it may compile and download
-        info = model.info
-        clusters = [phase.with_layers(info.num_layers, info.head_layers) for phase in resolved.phases or (cluster,)]
-        for phase in clusters:
-            check_split(info, model.files, phase, draft)
-        if given.host_kv_gib and placement is None:  # other hosts check their own
-            from longspan.runtime.host_tiers import check_host_memory  # noqa: PLC0415 - needed with a host tier only
-
-            check_host_memory(given.host_kv_gib, clusters[0])
-        dtype = DTYPES[model.files.dtype]
-        clusters = [with_pools(phase, model.record, info, given, kv_bytes, dtype=dtype) for phase in clusters]
+        clusters = _with_layers_and_pools(resolved.phases or (cluster,), given, model, draft, kv_bytes, placement)
         cluster, phases = clusters[0], tuple(clusters) if resolved.phases else ()
         profile_key = model.profile_key(given.device, tp=cluster.spec.tp, threads=resolved.threads)
         facts = _facts(profile_key, model.shape, cluster, given.block_size, phases)
@@ -178,9 +169,9 @@ class ResolvedEngine:
             cluster,
             policy,
             phases=phases,
-            context_length=info.context_length,
-            eos_token_ids=info.eos_token_ids,
-            rope_switch_length=info.rope_switch_length,
+            context_length=model.info.context_length,
+            eos_token_ids=model.info.eos_token_ids,
+            rope_switch_length=model.info.rope_switch_length,
             seed=given.seed,
             swap=swap,
         )
@@ -267,6 +258,26 @@ class ResolvedEngine:
             cluster = cluster.with_layers(info.num_layers, info.head_layers)
             clusters.append(with_pools(cluster, self.model.record, info, given, self.kv_bytes, dtype=dtype))
         return tuple(clusters)
+
+
+def _with_layers_and_pools(
+    clusters: Sequence[Cluster],
+    given: EngineArgs,
+    model: EngineModel,
+    policy: Policy,
+    kv_bytes: KvBytes,
+    placement: Placement | None,
+) -> list[Cluster]:
+    """Return the clusters with the layers of the model and KV pools. Raise ValueError if they cannot serve it."""
+    info, dtype = model.info, DTYPES[model.files.dtype]
+    clusters = [cluster.with_layers(info.num_layers, info.head_layers) for cluster in clusters]
+    for cluster in clusters:
+        check_split(info, model.files, cluster, policy)
+    if given.host_kv_gib and placement is None:  # other hosts check their own
+        from longspan.runtime.host_tiers import check_host_memory  # noqa: PLC0415 - needed with a host tier only
+
+        check_host_memory(given.host_kv_gib, clusters[0])
+    return [with_pools(cluster, model.record, info, given, kv_bytes, dtype=dtype) for cluster in clusters]
 
 
 def _facts(

@@ -89,19 +89,7 @@ class Service:
             record, kv_dir = setup.model.record, given.disk_kv_dir
             tiers = open_tiers(cluster, record, self.files, given.block_size, kv_dir=kv_dir, hosts=self._hosts)
             self.tiers = acquired.enter_context(closing(tiers))
-        hosts_attend = given.device != "cpu" and bool(cluster.host_blocks)
-        self._worker_config = WorkerConfig(
-            files=self.files,
-            cluster=cluster,
-            device=given.device,
-            num_threads=setup.threads,
-            max_threads=given.threads_per_rank if placement is None else placement.threads,
-            block_size=given.block_size,
-            kernels=setup.model.kernels,
-            host_kernels=kernels_of("auto", "cpu", self.files.dtype)[0] if hosts_attend else None,
-            enforce_eager=given.enforce_eager,
-            record_times=given.record_times,
-        )
+        self._worker_config = _worker_config(setup, cluster)
         self._check_smaller(setup)
         if is_measured:
             from longspan.measured_pools import start_measured  # noqa: PLC0415 - only on CUDA devices
@@ -334,6 +322,23 @@ def _processes(config: WorkerConfig) -> Launcher:
     from longspan.runtime.executor.processes import ProcessLauncher  # noqa: PLC0415 - not for other launchers
 
     return ProcessLauncher(config)
+
+
+def _worker_config(setup: ResolvedEngine, cluster: Cluster) -> WorkerConfig:
+    given, files, placement = setup.given, setup.model.files, setup.placement
+    hosts_attend = given.device != "cpu" and bool(cluster.host_blocks)
+    return WorkerConfig(
+        files=files,
+        cluster=cluster,
+        device=given.device,
+        num_threads=setup.threads,
+        max_threads=given.threads_per_rank if placement is None else placement.threads,
+        block_size=given.block_size,
+        kernels=setup.model.kernels,
+        host_kernels=kernels_of("auto", "cpu", files.dtype)[0] if hosts_attend else None,
+        enforce_eager=given.enforce_eager,
+        record_times=given.record_times,
+    )
 
 
 def _load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:

@@ -71,21 +71,14 @@ def profile(
     if quick and (lengths is not None or repeats != _REPEATS or partitions):
         raise ParameterError("quick", "excludes --lengths, --repeats and --partitions: leave it out", quick)
     resolved = engine.resolve()
-    given = resolved.cluster.spec
+    given, locations = resolved.cluster.spec, resolved.cluster.locations
     # These instances compute concurrently, as stages do.
     spec = replace(given, instances=given.instances * given.pp, pp=1)
-    if partitions and engine.executor != "local":
-        raise ParameterError("partitions", "is for ranks on this host: leave it out with --executor ray", partitions)
-    if partitions and spec.instances == 1:
-        raise ValueError("--partitions needs several instances, but there is 1: give --parallel")
-    if partitions and engine.max_num_batched_tokens is not None:
-        problem = f"{engine.max_num_batched_tokens} given, but --partitions needs prompts in one step: leave it out"
-        raise ParameterError("max_num_batched_tokens", problem, engine.max_num_batched_tokens)
-    chosen = None if lengths is None else list(lengths)
+    if partitions:
+        _check_partitions(engine, spec.instances)
+    chosen, repeats = None if lengths is None else list(lengths), 1 if quick else repeats
     alike = replace(engine, instances=None, tp=None, pp=None, threads_per_rank=resolved.threads)
-    locations = resolved.cluster.locations
     start_instances = partial(_start, model, alike, spec, locations)
-    repeats = 1 if quick else repeats
     says = {"say": note, "say_progress": note_progress}
     measured = run.measure(start_instances, spec.instances, chosen, repeats, quick=quick, **says)
     if engine.executor == "local":
@@ -111,6 +104,16 @@ def _print(measured: Profile, table: PartitionTable, *, as_json: bool) -> None:
         return
     for printed in _tables(measured, table):
         Console().print(printed)
+
+
+def _check_partitions(engine: EngineArgs, num_instances: int) -> None:
+    if engine.executor != "local":
+        raise ParameterError("partitions", "is for ranks on this host: leave it out with --executor ray", True)
+    if num_instances == 1:
+        raise ValueError("--partitions needs several instances, but there is 1: give --parallel")
+    if engine.max_num_batched_tokens is not None:
+        problem = f"{engine.max_num_batched_tokens} given, but --partitions needs prompts in one step: leave it out"
+        raise ParameterError("max_num_batched_tokens", problem, engine.max_num_batched_tokens)
 
 
 def _check(engine: EngineArgs) -> None:
