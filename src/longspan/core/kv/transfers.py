@@ -185,7 +185,7 @@ class Transfers:
             self.dirty = True
 
     def _release(self, transfer: Transfer) -> None:
-        """Free the blocks of a transfer. Clear what it received if a chunk is not finite, or may not be."""
+        """Free the blocks of a transfer. Received blocks are cleared later if a chunk has NaN, or may have it."""
         request = transfer.request
         if request.non_finite_from is not None or request.in_flight:
             received = set(transfer.blocks[transfer.num_shared :]).difference(request.table)
