@@ -35,25 +35,30 @@ class RayNodes:
     Attributes:
         address: the address of the cluster, for `ray.init` and `RAY_ADDRESS`.
         processes: `ray start` of each host. Each has its own process group, which all processes of the node belong to.
+        folder: temporary files of all nodes and their actors.
     """
 
     def __init__(self, hosts: Sequence[Host], folder: Path, num_cpus: int) -> None:
-        self.address = f"{hosts[0].address}:{_PORT}"
+        self.address, self.folder = f"{hosts[0].address}:{_PORT}", folder
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._hosts, self._folder, self._num_cpus = hosts, folder, num_cpus
+        self._hosts, self._num_cpus = hosts, num_cpus
+        (folder / "ray").mkdir()  # Ray writes the address of its latest cluster there
 
     def start(self, index: int) -> None:
         """Start the node of a host, and wait until it has joined. The first host has the head."""
-        host, log = self._hosts[index], self._folder / f"node{index}.log"
-        head = ["--head", f"--port={_PORT}", f"--temp-dir={self._folder}", "--include-dashboard=false"]
+        host, log = self._hosts[index], self.folder / f"node{index}.log"
+        head = ["--head", f"--port={_PORT}", f"--temp-dir={self.folder}", "--include-dashboard=false"]
         options = [
             *(head if index == 0 else [f"--address={self.address}"]),
             *(f"--node-ip-address={host.address}", f"--num-cpus={self._num_cpus}"),
             *(f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats", "--include-log-monitor=false"),
         ]
         command = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options)
+        env = {**os.environ, "TMPDIR": str(self.folder)}
         with log.open("wb") as output:
-            process = host.popen(*command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
+            process = host.popen(
+                *command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0, env=env
+            )
         self.processes[index : index + 1] = [process]
         deadline = time.monotonic() + _START_TIMEOUT_S
         while _STARTED not in (text := log.read_text(encoding="utf-8", errors="replace")):

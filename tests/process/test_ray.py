@@ -42,8 +42,10 @@ def ray_cluster() -> Iterator[Any]:
     folder = tempfile.mkdtemp(prefix="ls-ray-", dir="/tmp")  # a longer path is too long for Ray's sockets
     node = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False, "temp_dir": folder}
     path = os.pathsep.join(entry for entry in sys.path if entry)
+    Path(folder, "ray").mkdir()  # Ray writes the address of its latest cluster there
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
+        patch.setenv("TMPDIR", folder)
         cluster = Cluster(initialize_head=True, head_node_args={**node, "labels": {"rack": "left"}})
         cluster.node_options = {**node, "labels": {"rack": "right"}}
         cluster.add_node(**cluster.node_options)
@@ -70,9 +72,9 @@ def two_hosts(ray_cluster: Any) -> str:
     return str(ray_cluster.address)
 
 
-def run_folders() -> set[Path]:
-    """Return the folders in which ranks of a host meet."""
-    return {*Path("/tmp").glob(f"longspan-{'?' * 16}-?")}
+def run_folders(ray_cluster: Any) -> set[Path]:
+    """Return the folders in which ranks on this cluster meet."""
+    return {*Path(ray_cluster.node_options["temp_dir"]).glob(f"longspan-{'?' * 16}-?")}
 
 
 def options(address: str, **given: Any) -> dict[str, Any]:
@@ -89,10 +91,9 @@ def options(address: str, **given: Any) -> dict[str, Any]:
     ids=["pp2", "2xtp2"],
 )
 def test_ranks_on_several_hosts_answer_exactly_and_end(
-    given: dict[str, Any], hosts: tuple[int, ...], two_hosts: str, tiny: Path, oracle: Oracle
+    given: dict[str, Any], hosts: tuple[int, ...], ray_cluster: Any, two_hosts: str, tiny: Path, oracle: Oracle
 ) -> None:
     """The shards of a stage share a host. Without `threads_per_rank`, ranks get all CPUs in equal shares."""
-    before = run_folders()
     with LLM(str(tiny), **options(two_hosts, **given)) as llm:
         cluster = llm.engine.config.cluster
         assert cluster.hosts == hosts
@@ -105,7 +106,7 @@ def test_ranks_on_several_hosts_answer_exactly_and_end(
         assert ips == {"127.0.0.1"}
     assert not ray.is_initialized()
     wait_until_gone(pids, left_names())
-    assert run_folders() <= before
+    assert not run_folders(ray_cluster)
 
 
 def actors_of(pids: tuple[int, ...]) -> list[psutil.Process]:
@@ -137,9 +138,8 @@ def lose_a_host(ray_cluster: Any, service: Service) -> None:
 
 @pytest.mark.parametrize("what", [pytest.param("worker", marks=pytest.mark.full), "actor"])
 def test_a_lost_worker_is_named_with_its_host_and_requests_continue_on_new_workers(
-    what: str, two_hosts: str, tiny: Path, oracle: Oracle, services: list[Service]
+    what: str, ray_cluster: Any, two_hosts: str, tiny: Path, oracle: Oracle, services: list[Service]
 ) -> None:
-    before = run_folders()
     given = EngineArgs(str(tiny), **options(two_hosts, parallel="2", policy="chunked", threads_per_rank=2))
     service = Service(given)
     services.append(service)
@@ -161,7 +161,7 @@ def test_a_lost_worker_is_named_with_its_host_and_requests_continue_on_new_worke
     service.close()
     assert not ray.is_initialized()
     wait_until_gone(pids, left_names())
-    assert run_folders() <= before
+    assert not run_folders(ray_cluster)
 
 
 def test_a_cluster_that_is_too_small_is_named_with_its_resources(

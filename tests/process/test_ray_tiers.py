@@ -34,23 +34,24 @@ def prompts_of(*lengths: int, seed: int = 3) -> list[list[int]]:
     return [[5 + token for token in draw.integers(0, 190, length).tolist()] for length in lengths]
 
 
-def pool_users() -> set[int]:
-    """Return the processes that have the memory of a host pool open: its owner, and workers of its host."""
-    found = set()
+def pool_users(ray_cluster: Any) -> set[int]:
+    """Return the processes of this cluster that have a host pool open: its owner, and workers of its host."""
+    found, folder = set[int](), ray_cluster.node_options["temp_dir"]
     for process in psutil.process_iter():
-        with suppress(OSError):
+        with suppress(OSError, psutil.Error):
+            if process.environ().get("TMPDIR") != folder:
+                continue
             links = [link.readlink() for link in Path(f"/proc/{process.pid}/fd").iterdir()]
             found |= {process.pid for link in links if "longspan-kv" in str(link)}
     return found
 
 
 @pytest.fixture
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(ray_cluster: Any) -> Iterator[None]:
     """Fail if processes, memory of pools or files for runs are left by a test."""
-    users, folders = pool_users(), run_folders()
     yield
-    wait_until_gone(pool_users() - users, left_names())
-    assert run_folders() <= folders
+    wait_until_gone(pool_users(ray_cluster), left_names())
+    assert not run_folders(ray_cluster)
 
 
 def answer(service: Service, prompts: list[list[int]]) -> tuple[list[Request], set[int]]:
@@ -69,16 +70,16 @@ def assert_exact(requests: list[Request], oracle: Oracle) -> None:
 
 @pytest.mark.usefixtures("nothing_is_left")
 def test_a_context_larger_than_all_devices_lies_on_two_hosts(
+    ray_cluster: Any,
     two_hosts: str,
     tiny: Path,
     oracle: Oracle,
     services: list[Service],
 ) -> None:
-    before = pool_users()
     service = Service(EngineArgs(str(tiny), **options(two_hosts, parallel="2", policy="context", **TIERS)))
     services.append(service)
     cluster = service.engine.config.cluster
-    assert cluster.hosts == (0, 1) and len(pool_users() - before) == 4, "two owners and two workers"
+    assert cluster.hosts == (0, 1) and len(pool_users(ray_cluster)) == 4, "two owners and two workers"
     requests, pools = answer(service, prompts_of(600, 20))
     assert_exact(requests, oracle)
     assert pools == {*cluster.host_pools}

@@ -16,7 +16,7 @@ from typing import IO, ParamSpec
 
 from longspan import limits
 
-_MAX_PARENT = 70
+MAX_PARENT = 70  # characters of a folder for sockets
 _log = logging.getLogger("longspan")
 ParametersT = ParamSpec("ParametersT")
 _children: list[subprocess.Popen[bytes]] = []
@@ -108,6 +108,6 @@ def lack_of_memory(code: int, num_oom_kills: int) -> str | None:
 def make_run_dir() -> str:
     """Create a private folder for sockets. Avoids a long TMPDIR: socket paths have at most about 100 characters."""
     parent = tempfile.gettempdir()
-    folder = tempfile.mkdtemp(prefix="longspan-", dir=parent if len(parent) < _MAX_PARENT else "/tmp")  # noqa: S108 - private
+    folder = tempfile.mkdtemp(prefix="longspan-", dir=parent if len(parent) < MAX_PARENT else "/tmp")  # noqa: S108 - private
     _run_dirs[:] = [*filter(os.path.isdir, _run_dirs), folder]
     return folder

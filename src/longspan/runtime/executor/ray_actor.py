@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import psutil
 import ray
 
 from longspan.model.files import ModelFiles, cache_root
+from longspan.runtime.child import MAX_PARENT
 from longspan.runtime.executor.forkserver import StartWorker, WorkerProcess, start_server
 from longspan.runtime.executor.processes import log_dir
 
@@ -25,7 +27,8 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True):
     """Start a worker on the host of the actor, with that host's own files of the model.
 
     Attributes:
-        command: its paths are those of the controller's host, except `run_dir`.
+        command: its paths are those of the controller's host, except `run_dir`: a name in the host's folder for
+            temporary files.
         load_format: see `model.source.prepare`.
         seed: of dummy weights.
     """
@@ -81,8 +84,7 @@ class RankActor:
         return code
 
     def _start(self, order: StartRank) -> RankStarted:
-        for name in _INTERFACES:  # the fork server and its workers inherit them
-            os.environ.setdefault(name, interface_of(ray.util.get_node_ip_address()))
+        use_interface()
         start_server()  # it imports while the model is prepared
         command, files = order.command, _prepared(order)
         kernels = None
@@ -93,7 +95,8 @@ class RankActor:
         config = msgspec.structs.replace(command.config, files=files, kernels=kernels)
         log = log_dir(command.run_dir) / f"rank{command.rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._worker = start_server().start(msgspec.structs.replace(command, config=config, log=log))
+        command = msgspec.structs.replace(command, config=config, run_dir=run_dir(command.run_dir), log=log)
+        self._worker = start_server().start(command)
         return RankStarted(pid=self._worker.pid, log=str(log))
 
 
@@ -122,6 +125,18 @@ def _prepared(order: StartRank) -> ModelFiles:
 
 def _path(kind: type[Path], text: str) -> Path:
     return kind(text)
+
+
+def run_dir(name: str) -> str:
+    """Return the path on this host of a folder for sockets: in TMPDIR, or in /tmp if that is too long."""
+    parent = tempfile.gettempdir()
+    return str(Path(parent if len(parent) < MAX_PARENT else "/tmp", name))  # noqa: S108 - private
+
+
+def use_interface() -> None:
+    """Let gloo and NCCL use the interface of this Ray node, in this process and its children."""
+    for name in _INTERFACES:
+        os.environ.setdefault(name, interface_of(ray.util.get_node_ip_address()))
 
 
 def interface_of(address: str) -> str:

@@ -295,7 +295,7 @@ class RayLauncher:
             acquired.callback(self.clean_up)
             self.channel: Channel = open_channel()
             acquired.callback(self.channel.close)
-            folder = f"/tmp/longspan-{secrets.token_hex(8)}"  # noqa: S108 - private
+            folder = f"longspan-{secrets.token_hex(8)}"
             self._starting = []
             for rank, (actor, host) in enumerate(zip(self._actors, self.cluster.hosts, strict=True)):
                 command = StartWorker(config, rank, self.channel.contact, f"{folder}-{host}", Path())
