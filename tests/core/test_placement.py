@@ -17,7 +17,6 @@ from longspan.core.placement import (
     PlacedHost,
     Placement,
     Racks,
-    in_order_of_hosts,
     largest_share,
     parse_racks,
     rank_groups,
@@ -45,18 +44,6 @@ def test_shards_of_a_stage_share_a_host_in_every_phase(clusters: list[Cluster], 
 )
 def test_ranks_share_cpus_equally(cpus: list[int], spec: str, share: int) -> None:
     assert largest_share(cpus, rank_groups([Cluster.of(spec)])) == share
-
-
-def test_neighbours_share_hosts() -> None:
-    """Bundles of one size are exchanged, and bundles of other sizes are not."""
-    groups, sizes = rank_groups([Cluster.of("4", "2xtp2")]), [1, 1, 1, 1, 2, 2]
-    hosts = dict(enumerate([1, 0, 1, 0, 1, 0]))
-    order = in_order_of_hosts(groups, sizes, hosts)
-    assert order == [1, 3, 0, 2, 5, 4]
-    assert sorted(order) == [*range(6)]
-    smaller = rank_groups([Cluster.of("2", "1xtp2")])
-    assert in_order_of_hosts(smaller, sizes, {0: 1, 2: 1, 3: 0, 4: 1}) == [3, 0, 4]
-    assert in_order_of_hosts(smaller, sizes, {0: 1, 1: 0, 2: 1}) is None
 
 
 def test_the_cluster_of_an_engine_has_the_given_places() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import tomllib
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 
 from longspan.core.cluster import Cluster
 from longspan.core.locations import Location
@@ -34,21 +35,32 @@ class Placement:
         return replace(cluster, locations=self.locations[: cluster.num_ranks])
 
 
-def rank_groups(clusters: Iterable[Cluster]) -> list[range]:
+def rank_groups(clusters: Sequence[Cluster]) -> list[range]:
     """Return the ranks in groups that one host must hold: the shards of a stage, in every phase of the same ranks."""
-    groups: list[range] = []
-    stages = [
+    return _merged(
         cluster.stage_ranks(instance, stage)
         for cluster in clusters
         for instance in cluster.instances
         for stage in range(cluster.pp(instance))
-    ]
-    for ranks in sorted(stages, key=lambda ranks: ranks.start):
-        if groups and ranks.start < groups[-1].stop:
-            groups[-1] = range(groups[-1].start, max(groups[-1].stop, ranks.stop))
+    )
+
+
+def group_sizes(clusters: Sequence[Cluster]) -> list[list[int]]:
+    """Return the sizes of `rank_groups` by instance. Instances of several phases that share ranks count as one."""
+    groups = rank_groups(clusters)
+    instances = _merged(cluster.ranks(instance) for cluster in clusters for instance in cluster.instances)
+    return [[len(group) for group in groups if group.start in ranks] for ranks in instances]
+
+
+def _merged(ranges: Iterable[range]) -> list[range]:
+    """Join the ranges that overlap."""
+    merged: list[range] = []
+    for ranks in sorted(ranges, key=lambda ranks: ranks.start):
+        if merged and ranks.start < merged[-1].stop:
+            merged[-1] = range(merged[-1].start, max(merged[-1].stop, ranks.stop))
         else:
-            groups.append(ranks)
-    return groups
+            merged.append(ranks)
+    return merged
 
 
 def largest_share(capacities: Sequence[int], groups: Sequence[range]) -> int:
@@ -68,19 +80,85 @@ def largest_share(capacities: Sequence[int], groups: Sequence[range]) -> int:
     return 1
 
 
-def in_order_of_hosts(groups: Sequence[range], sizes: Sequence[int], hosts: Mapping[int, int]) -> list[int] | None:
-    """Assign a bundle to each group, so that neighbouring groups share hosts. Return None if there are too few.
+def near_hosts(
+    instances: Sequence[Sequence[int]], free: Mapping[str, int], racks: Mapping[str, int]
+) -> list[list[str]] | None:
+    """Choose a host for each group of ranks, so that groups that work together are near each other.
+
+    All groups are on one host if a host has the capacity. Otherwise they are on few hosts of one rack if a rack has the
+    capacity, or else in few racks. The same holds for the groups of each instance. Large groups are placed first.
 
     Args:
-        sizes: the number of ranks that each bundle holds. A group gets a bundle of its size.
-        hosts: the host of each usable bundle, by its position in the order of proximity.
+        instances: the size of each group of each instance.
+        free: the number of ranks that each host can take.
+        racks: the rack of each host, in order of proximity to the engine. Equally good hosts are taken in this order.
+
+    Returns:
+        The host of each group of each instance, or None if the groups do not fit.
     """
-    bundles = defaultdict[int, deque[int]](deque)
-    for bundle in sorted(hosts, key=lambda bundle: (hosts[bundle], bundle)):
-        bundles[sizes[bundle]].append(bundle)
-    if any(count > len(bundles[size]) for size, count in Counter(map(len, groups)).items()):
-        return None
-    return [bundles[len(group)].popleft() for group in groups]
+    for hosts in _areas(free, racks, sum(map(sum, instances))):
+        left, chosen = {host: free[host] for host in hosts}, dict[int, list[str]]()
+        for number in sorted(range(len(instances)), key=lambda number: -max(instances[number], default=0)):
+            sizes = instances[number]
+            found = (_first_fit(sizes, {host: left[host] for host in area}) for area in _areas(left, racks, sum(sizes)))
+            if (near := next((hosts for hosts in found if hosts is not None), None)) is None:
+                break
+            chosen[number] = near
+            for host, size in zip(near, sizes, strict=True):
+                left[host] -= size
+        else:
+            return [chosen[number] for number in range(len(instances))]
+    return None
+
+
+def _areas(free: Mapping[str, int], racks: Mapping[str, int], num_ranks: int) -> Iterator[list[str]]:
+    """Yield hosts with a capacity of `num_ranks`: single hosts, the largest hosts of each rack, then of all racks."""
+    order = [host for host in racks if host in free]
+    of_rack = defaultdict[int, list[str]](list)
+    for host in sorted(order, key=lambda host: -free[host]):
+        of_rack[racks[host]].append(host)
+    largest = sorted(of_rack.values(), key=lambda hosts: -sum(free[host] for host in hosts))
+    nearest = [of_rack[rack] for rack in dict.fromkeys(racks[host] for host in order)]
+    for candidates in (*([host] for host in order), *nearest, [*chain(*largest)]):
+        for number, capacity in enumerate(accumulate(free[host] for host in candidates), 1):
+            if capacity >= num_ranks:
+                yield sorted(candidates[:number], key=order.index)
+
+
+def _first_fit(sizes: Sequence[int], free: dict[str, int]) -> list[str] | None:
+    """Return the first of these hosts that has the capacity for each group, or None. Changes `free`."""
+    chosen: list[str] = []
+    for size in sizes:
+        if (host := next((host for host, number in free.items() if number >= size), None)) is None:
+            return None
+        free[host] -= size
+        chosen.append(host)
+    return chosen
+
+
+def bundles_of_groups(
+    instances: Sequence[Sequence[int]], sizes: Sequence[int], hosts: Mapping[int, str], racks: Mapping[str, int]
+) -> list[int] | None:
+    """Assign a bundle of its size to each group by `near_hosts`. Return None if there are too few.
+
+    Args:
+        instances, racks: see `near_hosts`.
+        sizes: the number of ranks that each bundle holds.
+        hosts: the host of each usable bundle.
+    """
+    assigned = dict[tuple[int, int], int]()
+    for size in {size for groups in instances for size in groups}:
+        bundles = defaultdict[str, deque[int]](deque)
+        for bundle in sorted(hosts):
+            if sizes[bundle] == size:
+                bundles[hosts[bundle]].append(bundle)
+        free = {host: len(found) for host, found in bundles.items()}
+        if (chosen := near_hosts([[1] * groups.count(size) for groups in instances], free, racks)) is None:
+            return None
+        for instance, (groups, near) in enumerate(zip(instances, chosen, strict=True)):
+            places = [(instance, group) for group, other in enumerate(groups) if other == size]
+            assigned |= {place: bundles[host].popleft() for place, host in zip(places, near, strict=True)}
+    return [assigned[place] for place in sorted(assigned)]
 
 
 @dataclass(frozen=True, kw_only=True)

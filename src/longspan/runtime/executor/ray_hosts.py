@@ -13,19 +13,19 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
+from ray._private.state import available_resources_per_node
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from longspan.core.cluster import Cluster
 from longspan.core.fleets import Fleet
@@ -35,8 +35,10 @@ from longspan.core.placement import (
     PlacedHost,
     Placement,
     Racks,
-    in_order_of_hosts,
+    bundles_of_groups,
+    group_sizes,
     largest_share,
+    near_hosts,
     rank_groups,
 )
 from longspan.errors import ParameterError, WorkerLostError
@@ -45,7 +47,7 @@ from longspan.runtime.contact import Contact
 from longspan.runtime.executor.channel import Channel
 from longspan.runtime.executor.forkserver import StartWorker
 from longspan.runtime.executor.ray_actor import RankActor, RankStarted, StartRank, address_of
-from longspan.runtime.executor.ray_places import LookOut, Place, answering
+from longspan.runtime.executor.ray_places import LookOut, Place, Reservation, answering
 from longspan.runtime.executor.secure_channel import SecureChannel
 from longspan.runtime.messages import WorkerConfig
 
@@ -108,11 +110,6 @@ class RayHosts:
             nodes = _nodes()
             cpus = [int(node["Resources"].get("CPU", 0)) for node in nodes.values()]
             self._threads = threads or (1 if self._uses_gpus else largest_share(cpus, groups))
-            self._sizes = [len(group) for group in groups]  # of the bundles
-            self._reserved = placement_group([self._resources(size) for size in self._sizes], strategy="PACK")
-            acquired.callback(remove_placement_group, self._reserved)
-            if not self._reserved.wait(_PLACE_TIMEOUT_S):
-                raise _too_small(groups, self._resources(1), nodes.values())
             self._own_node: str = ray.get_runtime_context().get_node_id()
             self._names: dict[str, str] = {}  # by node
             self._hosts: list[str] = []  # the node of each host number
@@ -120,7 +117,14 @@ class RayHosts:
             self._config: WorkerConfig | None = None
             racks.check(map(_placed, nodes.values()))
             self._racks = racks
-            locations = self._locations(groups, nodes, self._by_bundle())
+            self._sizes = [len(group) for group in groups]  # of the bundles
+            near = near_hosts(group_sizes(clusters), self._capacities(), self._racks_of(nodes))
+            bundles, chosen = [self._resources(size) for size in self._sizes], [*chain.from_iterable(near or ())]
+            self._reserved = Reservation(bundles, chosen)
+            acquired.callback(self._reserved.close)
+            if not self._reserved.wait(_PLACE_TIMEOUT_S):
+                raise _too_small(groups, self._resources(1), nodes.values())
+            locations = self._locations(clusters, _nodes(), self._reserved.nodes())
             assert locations is not None, "there is a bundle for each group"
             self.placement = Placement(locations=locations, threads=self._threads)
             _log.info("hosts of the ranks, by Ray: %s", self.names(self.placement.of(clusters[0])))
@@ -152,7 +156,7 @@ class RayHosts:
 
     def usable(self) -> dict[int, str]:
         """Return the bundles that live hosts have, with their nodes. Waits a second for hosts that do not answer."""
-        nodes, by_bundle = _nodes(), self._by_bundle()
+        nodes, by_bundle = _nodes(), self._reserved.nodes()
         live = answering({node: nodes[node] for node in {*by_bundle.values()} if node in nodes})
         return {bundle: node for bundle, node in by_bundle.items() if node in live}
 
@@ -161,7 +165,7 @@ class RayHosts:
 
         Hosts keep their numbers. A new host gets the number of a lost one.
         """
-        locations = self._locations(rank_groups(fleet), _nodes(), usable)
+        locations = self._locations(fleet, _nodes(), usable)
         if locations is None:
             return None
         return tuple(replace(cluster, locations=locations[: cluster.num_ranks]) for cluster in fleet)
@@ -200,34 +204,39 @@ class RayHosts:
     def _name(self, node: str) -> str:
         return self._names.get(node, node)
 
-    def _by_bundle(self) -> dict[int, str]:
-        """Return the node of each bundle. Ray moves a bundle of a lost node to another node with enough resources."""
-        by_bundle: dict[int, str] = placement_group_table(self._reserved)["bundles_to_node_id"]
-        return by_bundle
+    def _capacities(self) -> dict[str, int]:
+        """Return the number of ranks that each node has the free resources for."""
+        needed = self._resources(1)
+        return {
+            node: int(min(free.get(name, 0.0) / number for name, number in needed.items()))
+            for node, free in available_resources_per_node().items()
+        }
+
+    def _racks_of(self, nodes: Mapping[str, dict[str, Any]]) -> dict[str, int]:
+        """Return the racks of nodes, in order of proximity."""
+        return self._racks.in_order({node: _placed(nodes[node]) for node in nodes}, self._own_node)
 
     def _locations(
-        self, groups: Sequence[range], nodes: Mapping[str, dict[str, Any]], by_bundle: Mapping[int, str]
+        self, clusters: Sequence[Cluster], nodes: Mapping[str, dict[str, Any]], by_bundle: Mapping[int, str]
     ) -> tuple[Location, ...] | None:
-        """Assign bundles to groups of ranks, so that neighbouring groups share hosts. None: there are too few."""
+        """Assign bundles to groups of ranks, so that neighbouring groups are near. None: there are too few."""
         self._names |= {node: str(nodes[node]["NodeManagerHostname"]) for node in nodes}
         used = {*by_bundle.values()}
-        rack_of = self._racks.in_order({node: _placed(nodes[node]) for node in used & nodes.keys()}, self._own_node)
-        order = [*rack_of, *sorted(used - rack_of.keys())]
-        positions = {bundle: order.index(node) for bundle, node in by_bundle.items()}
-        if (bundles := in_order_of_hosts(groups, self._sizes, positions)) is None:
+        racks = self._racks_of({node: nodes[node] for node in used & nodes.keys()})
+        racks |= dict.fromkeys(sorted(used - racks.keys()), 0)
+        if (bundles := bundles_of_groups(group_sizes(clusters), self._sizes, by_bundle, racks)) is None:
             return None
         locations: list[Location] = []
-        for group, bundle in zip(groups, bundles, strict=True):
-            host = self._host_number(by_bundle[bundle], order)
+        for group, bundle in zip(rank_groups(clusters), bundles, strict=True):
+            host = self._host_number(by_bundle[bundle], racks)
             for slot in range(len(group)):
                 place = Place(bundle, slot, by_bundle[bundle])
                 if place not in self._places:
                     self._places.append(place)
-                rack = rack_of.get(place.node, 0)
-                locations.append(Location(rack=rack, host=host, device=self._places.index(place)))
+                locations.append(Location(rack=racks[place.node], host=host, device=self._places.index(place)))
         return tuple(locations)
 
-    def _host_number(self, node: str, live: Sequence[str]) -> int:
+    def _host_number(self, node: str, live: Collection[str]) -> int:
         if node not in self._hosts:
             free = [number for number, other in enumerate(self._hosts) if other not in live]
             number = free[0] if free else len(self._hosts)
@@ -255,7 +264,6 @@ class RayHosts:
         return self._actor(self._places[location.device].bundle)
 
     def _actor(self, bundle: int) -> ActorHandle:
-        place = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=bundle)
         return (
             ray.remote(RankActor)
             .options(
@@ -263,7 +271,7 @@ class RayHosts:
                 num_gpus=int(self._uses_gpus),
                 max_concurrency=_CONCURRENCY,
                 max_restarts=0,
-                scheduling_strategy=place,
+                scheduling_strategy=self._reserved.place(bundle),
             )
             .remote()
         )

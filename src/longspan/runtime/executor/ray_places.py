@@ -1,4 +1,4 @@
-"""Places on the hosts of a Ray cluster: which hosts answer, and which places an engine can use again."""
+"""Places on the hosts of a Ray cluster: their reservation, hosts that answer, and places that can be used again."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 _CONNECT_TIMEOUT_S = 1.0
 """Seconds for a connection to a node's Ray process. Ray itself notices a cut link after about 65 s."""
@@ -31,6 +34,46 @@ class Place:
     bundle: int
     slot: int
     node: str
+
+
+class Reservation:
+    """CPUs and devices that Ray has reserved: one bundle for each group of ranks that shares a host.
+
+    Each bundle is a placement group of its own. Ray puts it on its node if that has the resources, or else on another.
+    Ray moves the bundle of a lost node to another node with enough resources.
+
+    Args:
+        bundles: the resources of each bundle.
+        nodes: the node for each bundle. Empty: Ray chooses.
+    """
+
+    def __init__(self, bundles: Sequence[dict[str, float]], nodes: Sequence[str]) -> None:
+        self._groups = [
+            placement_group([bundle], strategy="STRICT_PACK", _soft_target_node_id=node)
+            for bundle, node in zip_longest(bundles, nodes)
+        ]
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all bundles have their resources. Return False after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        return all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in self._groups)
+
+    def nodes(self) -> dict[int, str]:
+        """Return the node of each bundle that has one."""
+        table = placement_group_table()
+        return {
+            bundle: node
+            for bundle, group in enumerate(self._groups)
+            for node in table[group.id.hex()]["bundles_to_node_id"].values()
+        }
+
+    def place(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        """Return the strategy of an actor in a bundle."""
+        return PlacementGroupSchedulingStrategy(self._groups[bundle], placement_group_bundle_index=0)
+
+    def close(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
 
 
 def answering(nodes: Mapping[str, dict[str, Any]]) -> set[str]:
