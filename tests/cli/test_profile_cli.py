@@ -146,7 +146,7 @@ def machine(fake_llm: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
 
 
-def time_links(locations: Sequence[Location], device: str, _: object) -> list[Transfer]:
+def time_links(locations: Sequence[Location], device: str) -> list[Transfer]:
     """A gigabyte per second."""
     assert device == "cpu"
     Machine.link_calls.append(len(locations))

@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from longspan.core.imitated_hosts import locations_of_ranks
 from longspan.cost.profile import Profile
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
+from longspan.profiling.links import time_links
 from longspan.profiling.run import measure_links
 
 KEY = ProfileKey(model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="m")
@@ -188,7 +190,7 @@ def test_a_slow_link_between_hosts_is_measured_apart_from_links_of_one_host(
     with network_hosts(2, gigabits=0.2) as hosts:
         text, ordered = placed(hosts, 2)
         profile = Profile(profile_key=KEY)
-        profile = measure_links(profile, locations_of_ranks(2, text), start_on(ordered))
+        profile = measure_links(profile, locations_of_ranks(2, text), partial(time_links, start=start_on(ordered)))
         profile = measure_links(profile, locations_of_ranks(2, "1"))
     largest = {
         transfer.link_class: statistics.median(transfer.seconds)

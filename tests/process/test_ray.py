@@ -191,8 +191,13 @@ def test_a_topology_file_replaces_labels_and_must_have_all_hosts(
 
 
 @pytest.mark.full
-def test_a_profile_of_two_hosts_is_of_groups_in_two_racks(
-    two_hosts: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_profile_of_two_hosts_is_of_groups_and_links_in_two_racks(
+    ray_cluster: Any,
+    two_hosts: str,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
     arguments = ["--executor", "ray", "--ray-address", two_hosts, "--threads-per-rank", "2", "--parallel", "2"]
@@ -202,7 +207,10 @@ def test_a_profile_of_two_hosts_is_of_groups_in_two_racks(
     classes = {(each["members"], each["link_class"]) for each in shown["prefills"] + shown["decodes"]}
     assert classes == {(1, "same_host"), (2, "other_rack")}
     assert {each["beside"] for each in shown["prefills"]} == {0}, "each host has one instance"
-    assert not shown["transfers"] and not ray.is_initialized()
+    links = {(each["kind"], each["link_class"]) for each in shown["links"]}
+    between = {(kind, "other_rack") for kind in ("point_to_point", "alltoall", "all_gather")}
+    assert links == {("host_copy", "same_host"), *between}
+    assert not ray.is_initialized() and not run_folders(ray_cluster)
 
 
 @pytest.mark.parametrize("kind", ["ConnectionError", "AuthenticationError"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +16,7 @@ from longspan.args import EngineArgs
 from longspan.cli.options import ModelArgument, start, verb
 from longspan.cli.outputs import note, note_progress, number_table
 from longspan.core.group_links import links_by_size
+from longspan.core.imitated_hosts import text_of
 from longspan.core.link_classes import SAME_HOST
 from longspan.core.options import Option, length_list
 from longspan.errors import ParameterError
@@ -84,7 +85,7 @@ def profile(
     if engine.executor == "local":
         measured = run.measure_links(measured, locations[:: given.tp])
     else:
-        note("links between hosts of Ray are not measured: policies use typical speeds of links")
+        measured = _measure_ray_links(measured, replace(alike, parallel=str(spec)))
     if partitions:
         # Steps must hold whole prompts, because `set_policy`, which sets the tried partitions, keeps their size.
         chains = replace(alike, policy="runahead", policy_options={"partition": "even"})
@@ -96,6 +97,17 @@ def profile(
     _print(measured, table, as_json=as_json)
     note(f"longspan simulate takes this file: --profile {store.profile_file(measured.profile_key)}")
     return 0
+
+
+def _measure_ray_links(measured: Profile, engine: EngineArgs) -> Profile:
+    """Measure links between the hosts of a Ray cluster, at the places of the ranks."""
+    from longspan.profiling.ray_links import time_ray_links  # noqa: PLC0415 - needs Ray
+    from longspan.profiling.run import measure_links  # noqa: PLC0415 - loads torch
+    from longspan.remote_ranks import reserve_hosts  # noqa: PLC0415 - for several hosts
+
+    with closing(reserve_hosts(engine)) as hosts:
+        locations = hosts.placement.locations[:: engine.resolve().cluster.spec.tp]
+        return measure_links(measured, locations, partial(time_ray_links, hosts))
 
 
 def _print(measured: Profile, table: PartitionTable, *, as_json: bool) -> None:
@@ -150,7 +162,7 @@ def _imitated(locations: Sequence[Location]) -> Iterator[None]:
     if not (before := os.environ.get(_HOSTS)):
         yield
         return
-    os.environ[_HOSTS] = ",".join(f"{location.rack}-{location.host}" for location in locations)
+    os.environ[_HOSTS] = text_of(locations)
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from longspan.core.locations import Location
 
@@ -29,3 +30,8 @@ def locations_of_ranks(num_ranks: int, hosts: str) -> tuple[Location, ...]:
     return tuple(
         Location(int(match[1]), int(match[2]), rank) for rank, match in enumerate(matches) if match is not None
     )
+
+
+def text_of(locations: Sequence[Location]) -> str:
+    """Return rack and host per rank as text, for `locations_of_ranks`."""
+    return ",".join(f"{location.rack}-{location.host}" for location in locations)

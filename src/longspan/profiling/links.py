@@ -11,24 +11,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
 import msgspec
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its __all__
 
 from longspan.attn.collectives import all_gather
 from longspan.attn.comm import Group, Message, Transport, gather_hops
-from longspan.core.imitated_hosts import locations_of_ranks
+from longspan.core.imitated_hosts import locations_of_ranks, text_of
 from longspan.core.link_classes import LinkClass, slowest_link
 from longspan.core.locations import Location, hosts_of
 from longspan.cost.profile import Transfer, TransferKind
 from longspan.errors import WorkerLostError
 from longspan.profiling.plan import peers_of_first
 from longspan.runtime.child import end_with_parent, make_run_dir, start_child
-from longspan.runtime.worker_process import keep_to_cores, open_device, open_transports, own_cores
+from longspan.runtime.worker_process import keep_to_cores, meeting_folder, open_device, open_transports, own_cores
 
 _SIZES = (2**12, 2**16, 2**20, 2**24)
 _REPEATS = 7
@@ -49,8 +50,7 @@ def time_links(locations: Sequence[Location], device: str, start: StartRank = st
     Args:
         start: starts the process of a rank. By default on this machine, where ranks of several hosts use TCP.
     """
-    num_ranks = len(locations)
-    places = ",".join(f"{location.rack}-{location.host}" for location in locations)
+    num_ranks, places = len(locations), text_of(locations)
     processes: list[subprocess.Popen[bytes]] = []
     folder = make_run_dir()
     logs = [Path(folder, f"log{rank}") for rank in range(num_ranks)]
@@ -74,21 +74,27 @@ def time_links(locations: Sequence[Location], device: str, start: StartRank = st
     return msgspec.json.decode(output, type=list[Transfer])
 
 
-def main(rank: int, places: str, store: str, device_kind: str) -> list[Transfer]:
+def main(rank: int, places: str, prefix: str, device_kind: str, *, store: Store | None = None) -> list[Transfer]:
     """Time transfers as one rank. All ranks run the same transfers in the same order.
 
     Args:
         places: rack and host of each rank, such as `0-0,0-1`.
+        prefix: of the paths of files by which ranks of a host meet.
+        store: by which ranks of several hosts meet. None: all hosts are this machine.
     """
-    num_ranks = places.count(",") + 1
-    locations = locations_of_ranks(num_ranks, places)
+    locations = locations_of_ranks(places.count(",") + 1, places)
+    hosts = hosts_of(locations)
+    neighbours = [other for other, host in enumerate(hosts) if store is None or host == hosts[rank]]
     torch.set_num_threads(1)
-    keep_to_cores(device_kind, rank, num_ranks, own_cores())
-    device = open_device(device_kind, rank)
+    keep_to_cores(device_kind, neighbours.index(rank), len(neighbours), own_cores())
+    device = open_device(device_kind, neighbours.index(rank))
     transfers = [_copies(device, size) for size in _SIZES] if rank == 0 else []
-    if num_ranks > 1:
-        transports = open_transports(device, rank, hosts_of(locations), store, timeout_s=_TIMEOUT_S)
-        links = Links(transports.steps.exchange, rank, num_ranks, device)
+    if len(hosts) > 1:
+        with nullcontext() if store is None else meeting_folder(Path(prefix).parent):
+            transports = open_transports(
+                device, rank, hosts, prefix, store=store, has_own_device=store is not None, timeout_s=_TIMEOUT_S
+            )
+        links = Links(transports.steps.exchange, rank, len(hosts), device)
         transfers += _between(links, locations)
         links.meet()
         transports.close()

@@ -23,7 +23,7 @@ from longspan.core.locations import Location
 from longspan.core.sampling import SamplingParams
 from longspan.cost.partition_table import Entry, PartitionTable
 from longspan.cost.partitions import Partition, cut, even, modelled_ttft, search
-from longspan.cost.profile import Decode, Prefill, Profile, profiled_prompts
+from longspan.cost.profile import Decode, Prefill, Profile, Transfer, profiled_prompts
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
 from longspan.model.info import ModelInfo
@@ -42,7 +42,6 @@ from longspan.profiling.plan import (
 )
 from longspan.profiling.store import load_partitions, load_profile, save_partitions, save_profile
 from longspan.progress import MinuteLines, Say, duration
-from longspan.runtime.child import start_child
 
 
 class Instances(Protocol):
@@ -75,6 +74,9 @@ class Instances(Protocol):
 
 Start = Callable[[int], AbstractContextManager[Instances]]
 """Starts the given number of instances."""
+
+TimeLinks = Callable[[Sequence[Location], str], list[Transfer]]
+"""Returns timed transfers of every kind between ranks at these locations, on devices of this kind."""
 
 Missing = Callable[[Profile, set[int], LinkClass], list[Prefill | Decode]]
 """Lists the missing measurements of groups of these sizes over a class of link, see `all_missing`."""
@@ -152,15 +154,15 @@ def _measure_missing(
     return profile
 
 
-def measure_links(profile: Profile, locations: Sequence[Location], start: links.StartRank = start_child) -> Profile:
+def measure_links(profile: Profile, locations: Sequence[Location], time: TimeLinks | None = None) -> Profile:
     """Add the speeds of links between ranks at these locations, unless they were measured before.
 
     Args:
-        start: starts the process of a rank, see `time_links`.
+        time: times transfers between ranks. By default `links.time_links`, with ranks on this machine.
     """
     if kinds_of_links(locations) <= set(profile.links):
         return profile
-    for transfer in links.time_links(locations, profile.profile_key.device, start):
+    for transfer in (time or links.time_links)(locations, profile.profile_key.device):
         profile = profile.with_transfer(transfer)
     save_profile(profile)
     return profile

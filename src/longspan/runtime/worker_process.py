@@ -82,7 +82,7 @@ def _load(command: StartWorker) -> Rank:
         neighbours = config.neighbours(rank, hosts)
         keep_to_cores(config.device, neighbours.index(rank), len(neighbours), cores)
         prefix = f"{command.run_dir}/rendezvous{len(hosts)}"
-        with _meeting_folder(Path(command.run_dir)) if config.is_placed else nullcontext():
+        with meeting_folder(Path(command.run_dir)) if config.is_placed else nullcontext():
             return open_transports(device, rank, hosts, prefix, store=store, has_own_device=config.is_placed)
 
     store = None
@@ -100,7 +100,7 @@ def _load(command: StartWorker) -> Rank:
 
 
 @contextmanager
-def _meeting_folder(folder: Path) -> Iterator[None]:
+def meeting_folder(folder: Path) -> Iterator[None]:
     """Create a private folder that the ranks of a host share while they meet. The last rank removes it.
 
     `rmdir` fails while a rank has a socket in it, and all ranks create their sockets before any of them leaves.

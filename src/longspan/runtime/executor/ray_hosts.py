@@ -259,13 +259,13 @@ class RayHosts:
             _log.warning("a new host cannot be used: %s", reason)
         return not reason
 
-    def actor(self, location: Location) -> ActorHandle:
+    def actor(self, location: Location, kind: type = RankActor) -> ActorHandle:
         """Create the actor of a rank, at its location."""
-        return self._actor(self._places[location.device].bundle)
+        return self._actor(self._places[location.device].bundle, kind)
 
-    def _actor(self, bundle: int) -> ActorHandle:
+    def _actor(self, bundle: int, kind: type = RankActor) -> ActorHandle:
         return (
-            ray.remote(RankActor)
+            ray.remote(kind)
             .options(
                 num_cpus=self._threads,
                 num_gpus=int(self._uses_gpus),
