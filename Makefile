@@ -5,7 +5,7 @@
 # make bench  longspan compared with vLLM and peers     make peers   the environment with vLLM and llama.cpp
 # make evals  lm-eval against a longspan server         make clients OpenAI's and Anthropic's clients, as a table
 # make fuzz   thousands of random requests to a server  make attack floods and killed workers and hosts of a server
-# make test-hosts lost hosts of a Ray cluster, as root
+# make test-hosts hosts of a Ray cluster, also lost ones, as root
 # make docs   the generated parts of docs/*.md          make picture docs/*.png, by Chromium
 # make claims every claim of every paper, docs/claims.md
 # make models every model type of transformers, docs/models.md
@@ -166,9 +166,10 @@ $(HOSTS)/.installed: pyproject.toml constraints.txt
 # Each loss this many times. Needs root on Linux, and `ip` and `tc`. Without them the tests are skipped with the reason.
 # The two runs are separate processes: test_ray.py keeps the Ray of its process on the loopback interface.
 LOSSES ?= 2
+ON_HOSTS := $(addprefix tests/process/test_,ray_nodes.py ray_exactness.py served_hosts.py lost_hosts.py)
 test-hosts: $(HOSTS)/.installed
-	LONGSPAN_LOSSES=$(LOSSES) OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest -m hosts -rs --timeout 1800 tests/process/test_lost_hosts.py
-	$(HOSTS)/bin/python -m pytest -rs tests/process/test_ray.py tests/process/test_ray_tiers.py tests/process/test_ray_nodes.py
+	LONGSPAN_LOSSES=$(LOSSES) OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest -m hosts -rs --timeout 1800 $(ON_HOSTS)
+	$(HOSTS)/bin/python -m pytest -m 'not hosts' -rs tests/process/test_ray.py tests/process/test_ray_tiers.py
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(SITE) $(HOSTS) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

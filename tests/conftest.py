@@ -223,11 +223,10 @@ def oracle(tiny: Path) -> Oracle:
 @pytest.fixture(scope="session")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose heads and layers divide by nothing."""
-    from tiny_models import BASE, write_checkpoint
+    from tiny_models import ODD, write_checkpoint
     from transformers import LlamaConfig
 
-    sizes = BASE | {"num_hidden_layers": 5, "num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 80}
-    return write_checkpoint(LlamaConfig(**sizes), tmp_path_factory.mktemp("odd"))
+    return write_checkpoint(LlamaConfig(**ODD), tmp_path_factory.mktemp("odd"))
 
 
 @pytest.fixture(scope="session")

@@ -44,6 +44,9 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+ODD = BASE | {"num_hidden_layers": 5, "num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 80}
+"""Heads and layers that divide by nothing."""
+
 
 def longrope_parameters(half_dim: int) -> dict[str, Any]:
     return {
@@ -88,10 +91,10 @@ def make_tiny(name: str, folder: Path, seed: int = 0) -> Path:
     return write_checkpoint(TINY[name](), folder, seed)
 
 
-def make_speaking(folder: Path) -> Path:
+def make_speaking(folder: Path, config: PreTrainedConfig | None = None) -> Path:
     """Write one with the tokenizer and the chat template of SmolLM2: fast nonsense, in all of Unicode."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
-    config = TINY["llama"]()
+    config = config or TINY["llama"]()
     config.vocab_size, config.eos_token_id, config.bos_token_id = len(tokenizer), tokenizer.eos_token_id, None
     write_checkpoint(config, folder)
     tokenizer.save_pretrained(folder)
