@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,17 +16,22 @@ from longspan.core.imitated_hosts import locations_of_ranks
 from longspan.core.link_classes import LinkClass
 from longspan.cost.profile import Transfer, TransferKind
 from longspan.errors import WorkerLostError
+from longspan.profiling import links
 from longspan.profiling.links import main, time_links
 from longspan.profiling.plan import kinds_of_links
 
+SMALL = (2**12, 2**14, 2**16, 2**18, 2**22)
 
-def time_as(store: str, num_ranks: int, rank: int) -> None:
+
+def time_as(max_call_s: float, store: str, num_ranks: int, rank: int) -> None:
+    """Time small messages. The largest one takes less than `max_call_s`, or is left out."""
+    links._SIZES, links._MAX_CALL_S = SMALL, max_call_s
     found = main(rank, ",".join(["0-0"] * num_ranks), store, "cpu")
     print(msgspec.json.encode(found).decode())
 
 
-def forked(num_ranks: int, folder: Path) -> list[Transfer]:
-    first, *others = run_ranks(time_as, folder / "store", num_ranks)
+def forked(num_ranks: int, folder: Path, max_call_s: float = float("inf")) -> list[Transfer]:
+    first, *others = run_ranks(partial(time_as, max_call_s), folder / "store", num_ranks)
     assert not any(rank.returncode for rank in (first, *others)), (first, others)
     return msgspec.json.decode(first.stdout, type=list[Transfer])
 
@@ -49,8 +55,18 @@ def test_transfers_of_every_kind_are_timed(
         )
     assert set(calls) == kinds_of_links(locations(num_ranks))
     for by_size in calls.values():
-        assert max(by_size) == 2**24 >= 1000 * min(by_size) and len(by_size) >= 3
+        assert max(by_size) >= 1000 * min(by_size) and len(by_size) >= 4
         assert len(set(by_size.values())) == 1 and min(by_size.values()) >= 5
+
+
+def test_links_are_timed_with_large_messages_unless_they_are_slow(tmp_path: Path) -> None:
+    """All ranks leave out the same sizes. Copies to the memory of a host are always quick."""
+    assert links._SIZES[-1] == 2**28
+    for name, max_call_s, sizes in (("fast", float("inf"), SMALL), ("slow", 0.0, SMALL[:-1])):
+        (tmp_path / name).mkdir()
+        for transfer in (found := forked(2, tmp_path / name, max_call_s)):
+            assert transfer.num_bytes in (SMALL if transfer.kind == "host_copy" else sizes)
+        assert max(each.num_bytes for each in found if each.kind == "alltoall") == sizes[-1]
 
 
 @pytest.mark.full

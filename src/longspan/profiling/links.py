@@ -7,6 +7,7 @@ The processes meet by files, which hosts of a test share.
 from __future__ import annotations
 
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -31,7 +32,10 @@ from longspan.profiling.plan import peers_of_first
 from longspan.runtime.child import end_with_parent, make_run_dir, start_child
 from longspan.runtime.worker_process import keep_to_cores, meeting_folder, open_device, open_transports, own_cores
 
-_SIZES = (2**12, 2**16, 2**20, 2**24)
+_SIZES = (2**12, 2**16, 2**20, 2**24, 2**28)
+"""Bytes that a rank sends. Links are as fast as they can be from about 64 MiB on, so the last size gives their rate."""
+_MAX_CALL_S = 1.0
+"""The largest size is left out if a call would take longer: a slow link reaches its rate with less."""
 _REPEATS = 7
 _TIMEOUT_S = 60.0
 
@@ -88,7 +92,7 @@ def main(rank: int, places: str, prefix: str, device_kind: str, *, store: Store 
     torch.set_num_threads(1)
     keep_to_cores(device_kind, neighbours.index(rank), len(neighbours), own_cores())
     device = open_device(device_kind, neighbours.index(rank))
-    transfers = [_copies(device, size) for size in _SIZES] if rank == 0 else []
+    transfers = [*_copies(device)] if rank == 0 else []
     if len(hosts) > 1:
         with nullcontext() if store is None else meeting_folder(Path(prefix).parent):
             transports = open_transports(
@@ -116,6 +120,8 @@ def _between(links: Links, locations: Sequence[Location]) -> Iterator[Transfer]:
             yield Transfer(
                 kind=kind, members=members, num_bytes=num_bytes, seconds=tuple(seconds[1:]), link_class=link_class
             )
+            if size == _SIZES[-2] and links.first(is_slow(size, seconds[1:])):
+                break
 
 
 class Links:
@@ -149,6 +155,15 @@ class Links:
         group, blocks = self._group(), [self._message(num_bytes) for _ in range(self.size)]
         return self._timed(lambda: all_gather(group, blocks))
 
+    def first(self, value: bool) -> bool:
+        """Return the value of rank 0 on every rank."""
+        message = self._message(1)
+        message.tensors[0].fill_(value)
+        sends, receives = (dict.fromkeys(range(1, self.size), message), {}) if self._rank == 0 else ({}, {0: message})
+        self._group().start(sends=sends, receives=receives, hop=0).wait()
+        self._transport.complete_sends()
+        return bool(message.tensors[0])
+
     def meet(self) -> None:
         """Wait for all other ranks, by exchanging small messages."""
         _seconds(self._alltoall(1), self._device)
@@ -175,12 +190,19 @@ class Links:
         return seconds
 
 
-def _copies(device: torch.device, num_bytes: int) -> Transfer:
+def is_slow(num_bytes: int, seconds: Sequence[float]) -> bool:
+    """Return True if calls of the largest size would take too long, at the rate of calls with `num_bytes`."""
+    return statistics.median(seconds) * _SIZES[-1] / num_bytes > _MAX_CALL_S
+
+
+def _copies(device: torch.device) -> Iterator[Transfer]:
     """Time copies from the device to host memory. On CPUs both are the same memory."""
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    seconds = [_seconds(lambda: target.copy_(source), device) for _ in range(_REPEATS + 1)]
-    return Transfer(kind="host_copy", members=1, num_bytes=num_bytes, seconds=tuple(seconds[1:]))
+    for num_bytes in _SIZES:
+        source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        copy = partial(target.copy_, source)
+        seconds = [_seconds(copy, device) for _ in range(_REPEATS + 1)]
+        yield Transfer(kind="host_copy", members=1, num_bytes=num_bytes, seconds=tuple(seconds[1:]))
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
