@@ -1,4 +1,4 @@
-"""Triton's kernels compared with PyTorch's in Triton's interpreter, and compiled. No GPU is needed.
+"""Triton's kernels compared with PyTorch's in Triton's interpreter. No GPU is needed.
 
 Whether Triton interprets is decided when it is imported, so a process of its own does that, and runs `compare_...`.
 """
@@ -6,12 +6,10 @@ Whether Triton interprets is decided when it is imported, so a process of its ow
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,7 +23,7 @@ from test_kept import TOLERANCE, kept_by, rating_case, specs
 from torch import Tensor
 from unseen_slots import with_nan_in_unseen_slots
 
-from longspan.attn import backends
+from longspan.attn import backends, paged_splits
 from longspan.attn.backends import NOWHERE, backend_of, nothing_seen
 from longspan.attn.backends.pytorch import AttentionBackend, TorchCpu
 from longspan.attn.backends.pytorch_cuda import TorchCuda
@@ -36,9 +34,6 @@ from longspan.core.runs import Run as Positions
 from longspan.core.runs import relate
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-SHARED_MEMORY = 99 * 1024
-"""Bytes that a block of an RTX 30 or 40 may have, which has the least of all that compute in bfloat16."""
-_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 TORCH = TorchCpu()
 
 
@@ -199,6 +194,29 @@ def test_windows_of_every_tile(assert_interpreted: Run, dtype: torch.dtype) -> N
         assert_interpreted(compare_window, spec, Positions(90, 220), Positions(0, 200), dtype, 0)
 
 
+@settings(max_examples=40)
+@given(
+    spec=specs(head_dims=(16, 40, 64)),
+    cached=st.integers(0, 150),
+    num_queries=st.integers(1, 100),
+    num_keys=st.integers(1, 250),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_softcaps_without_windows_are_attention(
+    assert_interpreted: Run, spec: AttnSpec, *, cached: int, num_queries: int, num_keys: int, dtype: torch.dtype
+) -> None:
+    """By the kernel for windows: no tile of scores is in memory."""
+    spec = replace(spec, window=None, softcap=spec.softcap or 20.0)
+    assert_interpreted(
+        compare_softcap, spec, Positions(cached, cached + num_queries), Positions(0, num_keys), dtype, cached
+    )
+
+
+def compare_softcap(*arguments: Any) -> None:
+    with mock.patch.object(AttentionBackend, "_fused", side_effect=AssertionError("scores in memory")):
+        compare_window(*arguments)
+
+
 def compare_other_windows() -> None:
     """Those of FlashAttention, of very large heads, and whose hidden scores are wanted, too, are not for the kernel."""
     spec, run = replace(_spec((2, 2), 16), window=3), Positions(0, 8)
@@ -277,6 +295,35 @@ def test_single_queries_read_blocks(
     spec = replace(spec, window=None)  # hidden keys are not read
     all_reads = data.draw(st.lists(reads(12, block_size), min_size=1, max_size=4))
     assert_interpreted(compare_paged, spec, all_reads, block_size, dtype, seed)
+
+
+def compare_many_splits(*arguments: Any) -> None:
+    """Up to 24 splits are merged in tiles of 4."""
+    with mock.patch.object(paged_splits, "_SPLIT_TOKENS", 8), mock.patch.object(_paged(), "MERGED_SPLITS", 4):
+        compare_paged(*arguments)
+
+
+def _paged() -> Any:
+    from longspan.attn.backends import triton_paged
+
+    return triton_paged
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_many_splits_are_merged(assert_interpreted: Run, dtype: torch.dtype) -> None:
+    some = reads_of((0, 96), (3, 90), (0, 1), (5, 5), (40, 73))
+    assert_interpreted(compare_many_splits, _spec((6, 3), 40), some, 8, dtype, 1)
+
+
+@pytest.mark.parametrize("num_kv_heads", [8, 10])
+def test_one_context_of_8k_has_programs_for_every_multiprocessor(num_kv_heads: int) -> None:
+    """An H100 or H200 has 132, and a B200 148. A long context has more, up to a limit."""
+    pool = torch.empty(1, num_kv_heads, 256, 16)
+    kv = PagedKv(keys=pool, values=pool)
+    for num_tokens in (8192, 2**15, 2**17):
+        read = Reads(blocks=[0] * (num_tokens // 256), start=0, stop=num_tokens)
+        num_splits = len(_triton().plan([read], kv).splits.owner)
+        assert 148 < num_splits * num_kv_heads <= 128 * num_kv_heads
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (40, 2), (9, 3)], ids=str)
@@ -442,107 +489,6 @@ def test_results_are_combined_as_by_pytorch(
 ) -> None:
     count = data.draw(st.one_of(st.just(num_queries), st.integers(0, num_queries)))
     assert_interpreted(compare_combination, num_heads, num_queries, count, share, dtype, seed)
-
-
-# ---------------------------------------------------------------- compilation
-
-
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, object], arch: int) -> Any:
-    """Compile for an architecture without a device. Strides are multiples of 16, as in most calls."""
-    from triton import compiler
-    from triton.backends.compiler import GPUTarget
-
-    from longspan.attn.backends.triton import NUM_STAGES, NUM_WARPS
-
-    names = kernel.arg_names
-    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
-    even = [i for i, name in enumerate(names) if signature[name][0] == "*" or name.endswith("_row")]
-    source = compiler.ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in even})
-    return compiler.compile(
-        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
-    )
-
-
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("Triton interprets in this process, and compiles nothing")
-    import triton
-
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-
-
-def _attention_constants(dim: int, dtype: torch.dtype, *, has_softcap: bool) -> dict[str, object]:
-    from longspan.attn.backends import triton as ours
-
-    tile_rows, tile_keys = ours.attention_tile(dim, dtype)
-    return {
-        "has_softcap": has_softcap,
-        "widen": False,
-        "dim": dim,
-        "width": ours.padded(dim),
-        "tile_rows": tile_rows,
-        "tile_keys": tile_keys,
-    }
-
-
-def _attention_types(dtype: torch.dtype) -> dict[str, str]:
-    types = dict.fromkeys(("q", "k", "v", "out"), _TYPES[dtype]) | dict.fromkeys(("lse", "ratings"), "*fp32")
-    return types | {"indices": "*i32", "seen": "*i64", "scale": "fp32", "softcap": "fp32"}
-
-
-@pytest.mark.usefixtures("empty_cache")
-@pytest.mark.parametrize("row", pairwise({"arch": (80, 90), "dtype": tuple(_TYPES), "dim": (40, 128, 256)}))
-def test_attention_and_rating_compile_and_fit_into_shared_memory(row: Row) -> None:
-    from longspan.attn.backends.triton import attend_kernel, band_kernel, rate_kernel
-
-    arch, dtype, dim = row.values()
-    constants, types = _attention_constants(dim, dtype, has_softcap=dim == 40), _attention_types(dtype)
-    for kernel in (attend_kernel, band_kernel, rate_kernel) if dim == 128 else (attend_kernel, band_kernel):
-        assert 0 < compiled(kernel, types, constants, arch).metadata.shared <= SHARED_MEMORY
-
-
-@pytest.mark.usefixtures("empty_cache")
-@pytest.mark.parametrize("ones", [(), ("num_queries", "num_kept", "num_keys", "readers")], ids=["many", "one"])
-def test_all_compile_for_a_single_query_and_key_too(ones: tuple[str, ...]) -> None:
-    """Triton makes constants of arguments that are 1."""
-    from longspan.attn.backends import triton as ours
-
-    def compiles(kernel: Any, types: dict[str, str], constants: dict[str, object]) -> bool:
-        constants = constants | {name: 1 for name in ones if name in kernel.arg_names}
-        return bool(compiled(kernel, types, constants, 80).asm["cubin"])
-
-    attention = _attention_constants(64, torch.bfloat16, has_softcap=True)
-    assert compiles(ours.attend_kernel, _attention_types(torch.bfloat16), attention)
-    assert compiles(ours.band_kernel, _attention_types(torch.bfloat16), attention)
-    assert compiles(ours.rate_kernel, _attention_types(torch.bfloat16), attention)
-    sizes: dict[str, object] = {"dim": 80, "width": 128, "tile": ours.COPIED}
-    types = dict.fromkeys(("first", "second", "first_out", "second_out"), "*bf16") | {"indices": "*i32"}
-    assert compiles(ours.select_kernel, types, sizes)
-    types = {"out": "*fp32", "lse": "*fp32", "partial": "*bf16", "partial_lse": "*fp32"}
-    assert compiles(ours.combine_kernel, types | {"rows": "*i32"}, sizes)
-    assert compiles(ours.combine_kernel, types, sizes | {"rows": None})
-
-
-@pytest.mark.usefixtures("empty_cache")
-@pytest.mark.parametrize("row", pairwise({"arch": (80, 90), "dtype": tuple(_TYPES), "dim": (64, 128, 256)}))
-def test_kernels_for_blocks_compile_and_fit_into_shared_memory(row: Row) -> None:
-    from longspan.attn.backends import triton_paged as ours
-
-    arch, dtype, dim = row.values()
-    names = ("q", "keys", "values", "k", "v", "out")
-    types = dict.fromkeys(names, _TYPES[dtype]) | dict.fromkeys(("outs", "lses", "lse"), "*fp32")
-    names = ("blocks", "low", "high", "owner", "last", "of_query", "offsets")
-    types |= dict.fromkeys(names, "*i64") | {"scale": "fp32", "softcap": "fp32"}
-    sizes: dict[str, object] = {"dim": dim, "width": dim}
-    tile = {"widen": False, "tile_rows": ours.TILE_ROWS, "tile_keys": ours.tile_keys(dim, dtype)}
-    split = compiled(ours.split_kernel, types | {"first": "*i64"}, sizes | tile | {"has_softcap": dim == 64}, arch)
-    assert 0 < split.metadata.shared <= SHARED_MEMORY
-    assert compiled(ours.merge_kernel, types, sizes, arch).asm["cubin"]
-    for offsets in ({}, {"offsets": None}):
-        to_copy = {name: kind for name, kind in types.items() if name not in offsets}
-        constants = sizes | offsets | {"tile": ours.COPIED_TOKENS}
-        assert compiled(ours.copy_kernel, to_copy, constants, arch).asm["cubin"]
 
 
 # ---------------------------------------------------------------- users

@@ -63,7 +63,7 @@ def triton_cases() -> dict[str, Callable[[], None]]:
     """Names the comparisons that run Triton's kernels."""
     windows = {
         f"{kind}-{head_dim}-{dtype}": partial(compare_attention, "as_chosen", kind, head_dim, dtype)
-        for kind in ("window", "window_before")
+        for kind in ("window", "window_before", "softcap")
         for head_dim in HEAD_DIMS
         for dtype in TOLERANCE
     }

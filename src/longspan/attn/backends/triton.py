@@ -19,7 +19,8 @@ from longspan.attn.backends.triton_paged import MAX_DIM, add_tile, of_scores, pa
 from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan
 from longspan.attn.spec import AttnSpec
 
-NUM_WARPS, NUM_STAGES = 8, 2
+OPTIONS = {"num_warps": 8, "num_stages": 2, "maxnreg": 255}
+"""Options of kernels that compute scores. Without `maxnreg`, some registers are in local memory."""
 COPIED = 64
 """Rows that a program copies or merges."""
 
@@ -57,6 +58,23 @@ class TritonCuda(TorchCuda):
         sizes = (num_queries, num_keys, lower, upper, num_heads // num_kv_heads)
         _launch(band_kernel, grid, (q, k, v, out, lse, *strides, *sizes), q, spec)
         return out, lse
+
+    def _full(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Partial:
+        """Compute softcaps by the kernel for windows, without edges. Heads that share keys become rows."""
+        if not self._has_band(q, spec):
+            return super()._full(q, k, v, spec)
+        rows = q.reshape(len(k), -1, q.shape[2])
+        out, lse = self._band(rows, k, v, -rows.shape[1], k.shape[1], spec)
+        return out.reshape(q.shape), lse.reshape(q.shape[:2])
+
+    def _diagonal(self, q: Tensor, k: Tensor, v: Tensor, upper: int, spec: AttnSpec) -> Partial:
+        if not self._has_band(q, spec):
+            return super()._diagonal(q, k, v, upper, spec)
+        return self._band(q, k, v, -q.shape[1], upper, spec)
+
+    def _has_band(self, q: Tensor, spec: AttnSpec) -> bool:
+        """Return True if the kernel for windows computes attention without a window, too."""
+        return spec.softcap is not None and q.shape[2] <= MAX_DIM
 
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
         """Read the keys in place. For very large heads, PyTorch's kernels attend to a copy."""
@@ -126,9 +144,9 @@ def _launch(
 ) -> None:
     """Launch a kernel that computes scores of queries `[H, T, D]`."""
     tile_rows, tile_keys = attention_tile(q.shape[2], q.dtype)
-    options = {"tile_rows": tile_rows, "tile_keys": tile_keys, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
+    tile = {"tile_rows": tile_rows, "tile_keys": tile_keys}
     with torch.cuda.device_of(q):
-        kernel[grid](*arguments, **of_scores(q, spec), **options)
+        kernel[grid](*arguments, **of_scores(q, spec), **tile, **OPTIONS)
 
 
 def combine(out: Tensor, lse: Tensor, partial: Partial, rows: Tensor | None) -> None:
@@ -157,7 +175,7 @@ def attention_tile(dim: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return the rows and keys of a tile. They fit into 99 KB of shared memory and the registers of 8 warps."""
     width = padded(dim)
     if dtype == torch.float32:
-        return (64, 32) if width <= 64 else (32, 32) if width <= 128 else (32, 16)
+        return (64, 32) if width <= 64 else (32, 16) if width <= 128 else (16, 16)
     return (128, 64) if width <= 64 else (64, 64) if width <= 128 else (64, 32)
 
 

@@ -1,7 +1,8 @@
 """Triton kernels for KV in blocks: attention of single queries over long contexts, and copies of tokens.
 
 The context of a query is split, and one program computes each split (flash-decoding). Another kernel merges the splits
-of a query. Splits depend only on the reads of the query, so other queries of the batch do not change a bit of a result.
+of a query in two levels: tiles of splits at once, and one tile after the other. Splits depend only on the reads of the
+query, so other queries of the batch do not change a bit of a result.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from longspan.attn.spec import AttnSpec
 
 MAX_DIM = 256
 """The largest head dimension whose sums fit into the registers of a program."""
-NUM_WARPS, NUM_STAGES = 4, 2
+NUM_WARPS, NUM_STAGES = 4, 3
+"""Tiles of keys and values are copied up to two tiles ahead."""
 TILE_ROWS = 16
 """Query heads of a tile, the minimum of a product."""
 _TILE_BYTES = 16 * 1024
 COPIED_TOKENS = 16
+MERGED_SPLITS = 32
+"""Splits of a query that are merged at once."""
 
 
 def attend_paged(q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
@@ -49,6 +53,7 @@ def attend_paged(q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Par
             *(q.stride(0), q.stride(1), *kv.keys.stride()[:3], readers, num_heads),
             **of_scores(q, spec),
             tile_rows=TILE_ROWS,
+            block_size=kv.block_size,
             tile_keys=min(tile_keys(dim, q.dtype), padded(kv.block_size)),
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
@@ -57,6 +62,7 @@ def attend_paged(q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Par
             *(outs, lses, splits.of_query, out, lse, out.stride(0), out.stride(1), num_heads, num_queries),
             dim=dim,
             width=padded(dim),
+            tile_splits=MERGED_SPLITS,
         )
     return out, lse
 
@@ -97,7 +103,7 @@ def _table(blocks: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def tile_keys(dim: int, dtype: torch.dtype) -> int:
-    """Return the keys of a tile. Two tiles each of keys and values fit into 99 KB of shared memory."""
+    """Return the keys of a tile. `NUM_STAGES` tiles each of keys and values fit into 99 KB of shared memory."""
     return max(16, min(64, _TILE_BYTES // (padded(dim) * dtype.itemsize)))
 
 
@@ -208,10 +214,15 @@ def split_kernel(
     widen: tl.constexpr,
     dim: tl.constexpr,
     width: tl.constexpr,
+    block_size: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
 ) -> None:
-    """Attend the heads that read one KV head to the blocks of one split, tile by tile. Empty splits are skipped."""
+    """Attend the heads that read one KV head to the blocks of one split, tile by tile. Empty splits are skipped.
+
+    Only the first block of a split may be read from a later slot, and only the last one up to an earlier slot. The
+    block of the next tile is loaded one tile ahead, so that addresses never wait for it.
+    """
     split = tl.program_id(0).to(tl.int64)
     first_item, last_item = tl.load(first + split), tl.load(last + split)
     if first_item == last_item:
@@ -228,17 +239,22 @@ def split_kernel(
     highest = tl.full((tile_rows,), float("-inf"), tl.float32)
     total = tl.zeros((tile_rows,), tl.float32)
     acc = tl.zeros((tile_rows, width), tl.float32)
-    for item in range(first_item, last_item):
-        begin, end = tl.load(low + item), tl.load(high + item)
-        block_at = tl.load(blocks + item) * kv_block + group * kv_head
-        for start in range(begin // tile_keys * tile_keys, end, tile_keys):
-            slot = start + tl.arange(0, tile_keys)
-            seen = (slot >= begin) & (slot < end)
-            at = block_at + slot * kv_row
-            k_at, v_at = keys + at[None, :] + column[:, None], values + at[:, None] + column[None, :]
-            highest, total, acc = add_tile(
-                queries, k_at, v_at, seen, in_dim, highest, total, acc, scale, softcap, has_softcap, widen, None
-            )
+    tiles = tl.cdiv(block_size, tile_keys)
+    last_block = last_item - 1 - first_item
+    stop = tl.load(high + last_item - 1)
+    begin, end = tl.load(low + first_item), last_block * block_size + stop
+    block = tl.load(blocks + first_item)
+    for tile in range(begin // tile_keys, last_block * tiles + tl.cdiv(stop, tile_keys)):
+        next_block = tl.load(blocks + first_item + tl.minimum((tile + 1) // tiles, last_block))
+        slot = tile % tiles * tile_keys + tl.arange(0, tile_keys)
+        place = tile // tiles * block_size + slot
+        seen = (slot < block_size) & (place >= begin) & (place < end)
+        at = block * kv_block + group * kv_head + slot * kv_row
+        k_at, v_at = keys + at[None, :] + column[:, None], values + at[:, None] + column[None, :]
+        highest, total, acc = add_tile(
+            queries, k_at, v_at, seen, in_dim, highest, total, acc, scale, softcap, has_softcap, widen, None
+        )
+        block = next_block
     out_at = (split * num_heads + head)[:, None] * dim + column[None, :]
     tl.store(outs + out_at, acc / total[:, None], mask=whole_rows)
     tl.store(lses + split * num_heads + head, highest + tl.log(total), mask=in_rows)
@@ -257,6 +273,7 @@ def merge_kernel(
     num_queries: tl.tensor,
     dim: tl.constexpr,
     width: tl.constexpr,
+    tile_splits: tl.constexpr,
 ) -> None:
     """Merge the splits of one query and head, in order. Without any, the query has seen nothing."""
     query = tl.program_id(0).to(tl.int64)
@@ -264,16 +281,19 @@ def merge_kernel(
     column = tl.arange(0, width)
     in_dim = column < dim
     first, last = tl.load(of_query + query), tl.load(of_query + query + 1)
-    highest = tl.load(lses + first * num_heads + head, mask=first < last, other=float("-inf"))
-    total = tl.where(first < last, 1.0, 0.0)
-    acc = tl.load(outs + (first * num_heads + head) * dim + column, mask=in_dim & (first < last), other=0.0)
-    for split in range(first + 1, last):
+    highest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    acc = tl.zeros((width,), tl.float32)
+    for start in range(first, last, tile_splits):
+        split = start + tl.arange(0, tile_splits)
+        there = split < last
         at = split * num_heads + head
-        new = tl.load(lses + at)
-        higher = tl.maximum(highest, new)
-        shrink, weight = tl.exp(highest - higher), tl.exp(new - higher)
-        acc = acc * shrink + tl.load(outs + at * dim + column, mask=in_dim, other=0.0) * weight
-        total = total * shrink + weight
+        new = tl.load(lses + at, mask=there, other=float("-inf"))
+        parts = tl.load(outs + at[:, None] * dim + column[None, :], mask=there[:, None] & in_dim[None, :], other=0.0)
+        higher = tl.maximum(highest, tl.max(new, 0))
+        shrink, weights = tl.exp(highest - higher), tl.exp(new - higher)
+        acc = acc * shrink + tl.sum(parts * weights[:, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
         highest = higher
     share = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
     tl.store(out + head * out_head + query * out_row + column, (acc * share).to(out.dtype.element_ty), mask=in_dim)
