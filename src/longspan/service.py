@@ -131,14 +131,12 @@ class Service:
             raise ValueError(f"{problem}: {memory_remedy(self.setup.given)}; {error.reason}") from error
 
     def _prepare(self, executor: WorkerExecutor, config: EngineConfig) -> None:
-        """Prepare new workers: CUDA devices compute prompts of many lengths, and record graphs of decode steps."""
-        given = self.setup.given
-        if given.device != "cpu":
+        """Prepare new workers: CUDA devices compute prompts of many lengths, make cuDNN's plans and record graphs."""
+        if self.setup.given.device != "cpu":
             from longspan.runtime.warm_up import warm_up  # noqa: PLC0415 - only on CUDA devices
 
             warm_up(executor, config)
-        if given.device != "cpu" and not given.enforce_eager:
-            executor.prepare(config.max_num_seqs, config.max_model_len)
+            executor.prepare(config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens)
 
     def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
         """Change the policy between requests. Cached KV and the size of steps stay.

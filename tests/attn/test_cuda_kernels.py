@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,11 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longspan.attn.backends import CudaKernel, Partial, backend_of, pytorch_cuda
+from longspan.attn.backends import CudaKernel, backend_of, pytorch_cuda
 from longspan.attn.backends.pytorch import TorchCpu
 from longspan.attn.backends.pytorch_cuda import TorchCuda, cuda_kernel
 from longspan.attn.check import random_qkv, reference
+from longspan.attn.comm import ALONE
+from longspan.attn.exchanges import Call
+from longspan.attn.exchanges.local import local
+from longspan.attn.member import MemberPart, MemberParts
+from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import LOCAL
 from longspan.core.runs import Run, relate
 
 AMPERE, HOPPER, TURING = (8, 6), (9, 0), (7, 5)
@@ -83,83 +90,6 @@ def test_kernels_have_the_expected_arguments_and_results(
         assert lse.shape == q.shape[1:3] and lse.dtype == torch.float32
 
 
-@dataclass(frozen=True)
-class Product:
-    """One call of a kernel: whose, and how many pairs of a query and a key it was given."""
-
-    kernel: CudaKernel
-    num_queries: int
-    num_keys: int
-
-
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
-    """Compute the calls for a Hopper device on the CPU, and return the list of calls."""
-    calls: list[Product] = []
-
-    def call(
-        kernel: CudaKernel, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: None = None
-    ) -> Partial:
-        assert mask is None and (kernel != "cudnn" or q.shape[2] % 1024 == k.shape[2] % 1024 == 0)
-        calls.append(Product(kernel, q.shape[2], k.shape[2]))
-        if q.device.type == "meta":
-            return q, q.new_empty(q.shape[:3], dtype=torch.float32)
-        return TorchCpu()._kernel(q, k, v, spec, causal=causal, mask=None)
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
-    monkeypatch.setattr(pytorch_cuda, "_call", call)
-    return calls
-
-
-@pytest.mark.parametrize(
-    ("cached", "length", "kernels"),
-    [
-        (0, 2048, ["cudnn"]),
-        (0, 2047, ["cudnn"]),
-        (0, 1500, ["flash"]),  # too much would be added
-        (2100, 1000, ["cudnn", "cudnn", "flash"]),  # four heads share a key, so no more than 96 rows are added to 4000
-        (900, 1024, ["cudnn", "flash"]),
-    ],
-)
-def test_cudnn_gets_most_of_an_odd_prompt(
-    products: list[Product], cached: int, length: int, kernels: list[CudaKernel]
-) -> None:
-    spec = AttnSpec(num_heads=4, num_kv_heads=1, head_dim=16, scale=0.25, window=None, softcap=None)
-    q_run, k_run = Run(cached, cached + length), Run(0, cached + length)
-    q, k, v = random_qkv(spec, length, cached + length, torch.bfloat16, 0)
-    out, lse = TorchCuda().attend(q, k, v, relate(q_run, k_run, None), spec)
-    assert [product.kernel for product in products] == kernels
-    assert out.dtype == torch.bfloat16 and out.shape == q.shape
-    for start in range(0, length, 256):  # some queries at a time, since all scores would take half a gigabyte
-        some = slice(start, start + 256)
-        wanted, wanted_lse = reference(q[:, some], q_run.positions[some], k, v, k_run.positions, spec)
-        torch.testing.assert_close(out[:, some].double(), wanted, atol=1e-2, rtol=2**-8)
-        torch.testing.assert_close(lse[:, some].double(), wanted_lse, atol=1e-2, rtol=1e-5)
-
-
-@pytest.mark.parametrize("num_chats", [1, 32])
-def test_cudnn_computes_nearly_all_of_a_prompt_among_chats_with_few_plans(
-    products: list[Product], num_chats: int
-) -> None:
-    """A step of 8,192 tokens has as many prompt tokens, less the tokens of the chats."""
-    spec = AttnSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1, window=None, softcap=None)
-    step, num_tokens = 8192 - num_chats, 2**20
-    for start in range(0, num_tokens, step):
-        stop = min(start + step, num_tokens)
-        q, k = (
-            torch.empty(heads, size, 128, dtype=torch.bfloat16, device="meta")
-            for heads, size in ((32, stop - start), (8, stop))
-        )
-        TorchCuda().attend(q, k, k, relate(Run(start, stop), Run(0, stop), None), spec)
-    work = {
-        kernel: sum(one.num_queries * one.num_keys for one in products if one.kernel == kernel)
-        for kernel in ("cudnn", "flash")
-    }
-    assert work["cudnn"] > 0.95 * sum(work.values())
-    plans = {product for product in products if product.kernel == "cudnn"}
-    assert len(plans) < 140, "of which half are for 512K tokens and more"
-
-
 # ---------------------------------------------------------------- windows
 
 
@@ -173,11 +103,22 @@ def flash(
     window_size_right: int,
     **_: None,
 ) -> tuple[Tensor, ...]:
-    """Compute FlashAttention's definition of windows in float64.
+    """Compute FlashAttention's definition of windows in float64, of one sequence or of several.
 
     Query i sees key j iff `i + S - T - left <= j <= i + S - T + right`, where -1 has no end. A row that sees nothing
     has a sum of plus infinity.
     """
+    if others[0] is not None:
+        cuts_q, cuts_k, *lengths = others
+        assert isinstance(cuts_q, Tensor) and isinstance(cuts_k, Tensor) and cuts_q.dtype == cuts_k.dtype == torch.int32
+        assert lengths == [int(cuts_q.diff().max()), int(cuts_k.diff().max()), 0.0, False, False]
+        sides = {"scale": scale, "window_size_left": window_size_left, "window_size_right": window_size_right}
+        each = []
+        for (a, b), (c, d) in zip(pairwise(cuts_q.tolist()), pairwise(cuts_k.tolist()), strict=True):
+            own = (q[None, a:b], k[None, c:d], v[None, c:d])
+            each.append(flash(*own, None, None, b - a, d - c, 0.0, False, False, **sides))
+        outs, lses, *nothing = zip(*each, strict=True)
+        return torch.cat(outs, dim=1)[0], torch.cat(lses, dim=2)[0], *(one[0] for one in nothing)
     max_q, max_k = q.shape[1], k.shape[1]
     assert others == (None, None, max_q, max_k, 0.0, False, False), "one sequence, no dropout, not causal"
     assert all(one.stride(3) == 1 for one in (q, k, v)), "elements of a row are neighbours"
@@ -259,6 +200,85 @@ def test_windows_that_flash_cannot_compute_are_tiles(windows: list[None], change
     assert len(windows) == num_calls
     wanted, _ = reference(q, q_run.positions, k, v, k_run.positions, spec)
     torch.testing.assert_close(out.double(), wanted, atol=3e-2, rtol=0)
+
+
+# ---------------------------------------------------------------- several prompts
+
+
+def attend_step(spec: AttnSpec, lengths: list[tuple[int, int]], backend: TorchCuda) -> None:
+    """Compare `local` for requests with (cached, new) tokens with the definition."""
+    size, generator = 4, torch.Generator().manual_seed(0)
+    total = sum(-(-(cached + new) // size) for cached, new in lengths)
+    shape = (2, total, spec.num_kv_heads, size, spec.head_dim)
+    keys, values = torch.randn(shape, generator=generator).bfloat16()
+    numbers, parts, row = iter(torch.randperm(total, generator=generator).tolist()), [], 0
+    for cached, new in lengths:
+        blocks = [next(numbers) for _ in range(0, cached + new, size)]
+        runs, held = (Run(cached, cached + new),), (Run(0, cached + new),)
+        parts.append(MemberPart(rows=slice(row, row + new), q_runs=(runs,), kv_runs=(held,), blocks=blocks))
+        row += new
+    q = torch.randn(spec.num_heads, row, spec.head_dim, generator=generator).bfloat16()
+    all_kv = [[pool[part.blocks].transpose(0, 1).flatten(1, 2) for part in parts] for pool in (keys, values)]
+    new_k, new_v = (
+        torch.cat([own[:, cached : cached + new] for own, (cached, new) in zip(of_parts, lengths, strict=True)], dim=1)
+        for of_parts in all_kv
+    )
+    call = Call(
+        exchange=LOCAL,
+        group=ALONE,
+        parts=MemberParts(parts, backend),
+        q=q,
+        k=new_k,
+        v=new_v,
+        kv=PagedKv(keys=keys, values=values),
+        spec=spec,
+        out=torch.full_like(q, torch.nan),
+    )
+    local(call)
+    for part, own_k, own_v, (cached, new) in zip(parts, *all_kv, lengths, strict=True):
+        q_run, k_run = Run(cached, cached + new), Run(0, cached + new)
+        own = (own_k[:, : len(k_run)], own_v[:, : len(k_run)])
+        wanted, _ = reference(q[:, part.rows], q_run.positions, *own, k_run.positions, spec)
+        torch.testing.assert_close(call.out[:, part.rows].double(), wanted, atol=3e-2, rtol=0)
+
+
+STEPS = {
+    "new": [(0, 5), (0, 17), (0, 3)],
+    "cached": [(0, 5), (40, 6), (13, 9)],
+    "decodes": [(20, 1), (0, 5), (31, 1), (7, 7)],
+    "apart": [(0, 4), (0, 25), (3, 9)],
+}
+"""Requests of a step: cached and new tokens of each. Requests with up to 24 new tokens share a call."""
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("step", STEPS)
+def test_short_prompts_of_a_step_are_one_call(
+    windows: list[None], step: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytorch_cuda, "_MAX_GROUPED", 24)
+    spec = AttnSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=window, softcap=None)
+    num_calls = len(windows)
+    attend_step(spec, STEPS[step], OnCpu())
+    num_long = sum(new > 24 for _, new in STEPS[step])
+    assert len(windows) - num_calls == 1 + (num_long if window else 0), "long prompts have windows of their own"
+
+
+def test_many_keys_are_several_calls(windows: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of the keys of a call has a limit."""
+    monkeypatch.setattr(importlib.import_module("longspan.attn.exchanges.local"), "_GROUPED_KEYS", 30)
+    spec = AttnSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=None, softcap=None)
+    num_calls = len(windows)
+    attend_step(spec, [(10, 5), (5, 5), (20, 9), (0, 20), (0, 9)], OnCpu())
+    assert len(windows) - num_calls == 2, "the third prompt, with 29 keys, is computed alone"
+
+
+@pytest.mark.parametrize("change", [{"softcap": 20.0}, {"head_dim": 12}], ids=str)
+def test_prompts_that_flash_cannot_compute_are_calls_of_their_own(windows: list[None], change: dict[str, Any]) -> None:
+    spec = AttnSpec(num_heads=4, num_kv_heads=2, scale=0.25, window=None, **{"softcap": None, "head_dim": 16, **change})
+    num_calls = len(windows)
+    attend_step(spec, STEPS["cached"], OnCpu())
+    assert len(windows) == num_calls
 
 
 class Called(TorchDispatchMode):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cases import BACKENDS, HEAD_DIMS, KINDS, LLAMA_8B, ROUNDING, SPEC, TOLERANCE, block_cases, compare_attention
@@ -49,6 +51,23 @@ def test_prompts_of_odd_lengths_are_computed_by_two_kernels(cached: int, length:
     )
     torch.testing.assert_close(out[:, rows.cuda()].cpu().double(), wanted, atol=1e-2, rtol=ROUNDING[torch.bfloat16])
     torch.testing.assert_close(lse[:, rows.cuda()].cpu().double(), wanted_lse, atol=1e-2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 90])
+def test_several_prompts_are_one_call(window: int | None) -> None:
+    """Some have keys before their first query."""
+    spec, lengths = replace(LLAMA_8B, window=window), ((300, 300), (17, 400), (1, 5), (1000, 1024))
+    each = [random_qkv(spec, *length, torch.bfloat16, seed) for seed, length in enumerate(lengths)]
+    q, k, v = (torch.cat(tensors, dim=1).cuda() for tensors in zip(*each, strict=True))
+    out, lse = TorchCuda().attend_prompts(q, k, v, lengths, spec)
+    start = 0
+    for own, (num_queries, num_keys) in zip(each, lengths, strict=True):
+        rows = slice(start, start + num_queries)
+        queries = range(num_keys - num_queries, num_keys)
+        wanted, wanted_lse = reference(own[0], queries, own[1], own[2], range(num_keys), spec)
+        torch.testing.assert_close(out[:, rows].cpu().double(), wanted, atol=1e-2, rtol=ROUNDING[torch.bfloat16])
+        torch.testing.assert_close(lse[:, rows].cpu().double(), wanted_lse, atol=1e-2, rtol=1e-5)
+        start += num_queries
 
 
 @pytest.mark.parametrize("case", block_cases())

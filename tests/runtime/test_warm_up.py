@@ -6,9 +6,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from engines import ThreadLLM
 
 from longspan import SamplingParams
+from longspan.attn.backends.pytorch import AttentionBackend
+from longspan.attn.paged import PagedKv
+from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
 from longspan.runtime import warm_up
@@ -36,6 +40,24 @@ def test_prompts_fit_a_step_the_context_and_the_pool(
         max_num_seqs=4,
     )
     assert warm_up_lengths(config) == lengths
+
+
+def test_kernels_of_prompts_are_prepared_on_every_rank(tiny: Path) -> None:
+    """For the heads and the type of KV of the rank."""
+    prepared: list[tuple[int, int, torch.dtype, int, int]] = []
+
+    def record(_: object, kv: PagedKv, specs: set[AttnSpec], max_queries: int, max_keys: int) -> None:
+        (spec,) = specs
+        prepared.append((spec.num_heads, spec.num_kv_heads, kv.keys.dtype, max_queries, max_keys))
+
+    with (
+        mock.patch.object(AttentionBackend, "prepare", record),
+        ThreadLLM(str(tiny), dtype="float32", skip_tokenizer_init=True, parallel="2xtp2", max_model_len=128) as llm,
+    ):
+        llm.service.executor.prepare(3, 128, 64)
+        shape = llm.facts.shape
+    assert sum(num_heads for num_heads, *_ in prepared) == 2 * shape.num_heads, "each instance has all heads"
+    assert [rest for _, _, *rest in prepared] == [[torch.float32, 64, 128]] * 4
 
 
 def test_workers_forget_prompts_of_the_warm_up(tiny: Path) -> None:

@@ -82,10 +82,14 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Prepare decode steps of up to `max_num_seqs` requests of up to `max_model_len` tokens, and answer Ready."""
+    """Prepare steps of up to `max_num_seqs` requests of up to `max_model_len` tokens, and answer Ready.
+
+    Up to `max_tokens` tokens of a prompt are in a step.
+    """
 
     max_num_seqs: int
     max_model_len: int
+    max_tokens: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

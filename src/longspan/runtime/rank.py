@@ -53,6 +53,10 @@ class Rank:
         self._transports: Transports | None = None
         self._num_connected = 0
         self._backend = backend_of(device, compiled=config.kernels is not None, kernel=config.cuda_kernel)
+        if device.type == "cuda":
+            from longspan.attn.backends.pytorch_cuda import use_installed_flash  # noqa: PLC0415 - only on CUDA devices
+
+            use_installed_flash(torch.cuda.get_device_capability(device))
         self._recording = recording_of(self._backend, device)
         self._host_backend = self._backend
         if device.type != "cpu":

@@ -139,7 +139,9 @@ class Worker:
                 yield from self._moves.send(moves)
             case messages.RunFree(step):
                 self._requests.forget(step.request_ids)
-            case messages.Prepare(max_num_seqs, max_model_len):
+            case messages.Prepare(max_num_seqs, max_model_len, max_tokens):
+                if self._pool.kv:
+                    self._backend.prepare(self._pool.kv[0], {*self._model.specs}, max_tokens, max_model_len)
                 self._model.trunk.prepare(self._pool.kv, max_num_seqs, max_model_len)
                 yield messages.Ready(rank=self._rank)
 

@@ -9,7 +9,7 @@ that a query sees is an item of this call, and the partial results of a query's 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ _EAGER_KEYS = 8192
 _RATED = 4096
 """Keys that are rated at a time, which bounds the memory of the scores."""
 _FEW_QUERIES = 16
-"""Up to this number of queries, long keys are split into pieces that are computed in parallel and merged."""
+"""On CPUs, up to this number of queries, long keys are split into pieces that are computed in parallel and merged."""
 _PIECE = 512
 """Keys per such piece."""
 
@@ -93,6 +93,15 @@ class AttentionBackend(ABC):
         out = out.view(num_queries, num_heads, dim).transpose(0, 1)
         return out.to(q.dtype), lse.view(num_queries, num_heads).transpose(0, 1)
 
+    def prepare(  # noqa: B027 - most devices need no preparation
+        self, kv: PagedKv, specs: Collection[AttnSpec], max_queries: int, max_keys: int
+    ) -> None:
+        """Prepare kernels for up to `max_queries` queries of a prompt that see up to `max_keys` keys.
+
+        Args:
+            kv: a layer of the pool, with the type and the device of all keys.
+        """
+
     def is_recordable(self, spec: AttnSpec) -> bool:  # noqa: ARG002 - False for any
         """Return True if `store` and `attend_paged` of such attention can be recorded and replayed.
 
@@ -100,6 +109,21 @@ class AttentionBackend(ABC):
         are not stored.
         """
         return False
+
+    def max_grouped(self, q: Tensor, spec: AttnSpec) -> int:  # noqa: ARG002 - the same for any
+        """Return the largest number of queries of a prompt that `attend_prompts` is for. 0 without such a kernel."""
+        return 0
+
+    def attend_prompts(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[tuple[int, int], ...], spec: AttnSpec
+    ) -> Partial:
+        """Compute causal attention of several prompts in one call.
+
+        Args:
+            q, k, v: `[H, queries, D]` and `[K, keys, D]` of all prompts, one after the other.
+            lengths: queries and keys of each prompt. Its last query is at its last key.
+        """
+        raise NotImplementedError
 
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
         """Compute attention of all queries `q [H, T, D]` over selected keys.
@@ -183,16 +207,10 @@ class AttentionBackend(ABC):
         return torch.cat([out for out, _ in partials]), torch.cat([lse for _, lse in partials])
 
     def _full(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Partial:
-        folded = q.reshape(
-            1, spec.num_kv_heads, -1, q.shape[-1]
-        )  # heads that share keys become rows, so keys are read once
-        if q.shape[1] > _FEW_QUERIES or k.shape[1] < 2 * _PIECE:
-            out, lse = self._fused(folded, k[None], v[None], spec)
-            return out.reshape(q.shape), lse.reshape(q.shape[:2])
-        each = [self._fused(folded.expand(len(keys), -1, -1, -1), keys, values, spec) for keys, values in _split(k, v)]
-        outs = torch.cat([out for out, _ in each]).view(-1, *q.shape)
-        out, lse = merge(outs, torch.cat([lse for _, lse in each]).view(-1, *q.shape[:2]))
-        return out.to(q.dtype), lse
+        """Compute rows that see all keys. Heads that share keys become rows, so keys are read once."""
+        folded = q.reshape(1, spec.num_kv_heads, -1, q.shape[-1])
+        out, lse = self._fused(folded, k[None], v[None], spec)
+        return out.reshape(q.shape), lse.reshape(q.shape[:2])
 
     def _diagonal(self, q: Tensor, k: Tensor, v: Tensor, upper: int, spec: AttnSpec) -> Partial:
         """Compute causal runs: keys before `upper` that all rows see, then a square, then rows that see all keys."""
@@ -251,6 +269,16 @@ class TorchCpu(AttentionBackend):
             q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale
         )
         return out, lse
+
+    def _full(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Partial:
+        """Split long keys of few queries into pieces, which cores compute in parallel."""
+        if q.shape[1] > _FEW_QUERIES or k.shape[1] < 2 * _PIECE:
+            return super()._full(q, k, v, spec)
+        folded = q.reshape(1, spec.num_kv_heads, -1, q.shape[-1])
+        each = [self._fused(folded.expand(len(keys), -1, -1, -1), keys, values, spec) for keys, values in _split(k, v)]
+        outs = torch.cat([out for out, _ in each]).view(-1, *q.shape)
+        out, lse = merge(outs, torch.cat([lse for _, lse in each]).view(-1, *q.shape[:2]))
+        return out.to(q.dtype), lse
 
 
 def _split(k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,36 +2,85 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
+
 import torch
 from torch import Tensor
+from torch.nn import attention
 from torch.nn.functional import pad
 
-from longspan.attn.backends import CudaKernel, Partial, merge_each
+from longspan.attn.backends import CudaKernel, Partial, cudnn_plans
+from longspan.attn.backends.cudnn_plans import Plan
 from longspan.attn.backends.pytorch import AttentionBackend, eager
+from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 
+_log = logging.getLogger("longspan")
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 _MAX_FLASH_DIM, _MAX_CUDNN_DIM = 256, 128
-_CUDNN_TOKENS, _CUDNN_LENGTHS, _MAX_PADDING = 1024, 32, 1 / 8
-"""cuDNN makes a plan for every shape and its strides, which often takes longer than a call. So lengths are multiples
-of 1024, and for long contexts one of 32 between two powers of two. Padding adds at most 1/8 of the rows."""
+_MAX_GROUPED = 1024
+"""Queries of a prompt that shares a call. Longer prompts keep all multiprocessors busy and are for cuDNN."""
+_FLASH_PACKAGES = {"FA3": ("flash_attn_interface", {9}), "FA4": ("flash_attn.cute.interface", {9, 10})}
+"""Versions of FlashAttention that PyTorch can use instead of its own, their modules, and the major compute capability.
+The first that is installed is used."""
 
 
 def cuda_kernel(
-    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], *, masked: bool = False, windowed: bool = False
+    dtype: torch.dtype,
+    head_dim: int,
+    capability: tuple[int, int],
+    *,
+    masked: bool = False,
+    windowed: bool = False,
+    flash: str | None = None,
 ) -> CudaKernel:
     """Choose the fastest of PyTorch's CUDA kernels that supports such attention.
 
     cuDNN is the fastest from Hopper (9.0) on, for head dimensions up to 128. Only FlashAttention supports both edges of
     sliding windows. `capability` is that of the device.
+
+    Args:
+        flash: the version of FlashAttention that replaces PyTorch's own. It is as fast as cuDNN, and has no plans.
     """
     is_half = dtype in {torch.bfloat16, torch.float16}
     if masked:
         return "eager"
-    if is_half and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_DIM and capability >= _AMPERE:
-        has_cudnn = capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM
+    max_dim = _MAX_CUDNN_DIM if flash == "FA4" else _MAX_FLASH_DIM
+    if is_half and head_dim % 8 == 0 and head_dim <= max_dim and capability >= _AMPERE:
+        has_cudnn = capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM and flash is None
         return "cudnn" if has_cudnn and not windowed else "flash"
     return "efficient" if head_dim % (8 if is_half else 4) == 0 and not windowed else "eager"
+
+
+def use_installed_flash(capability: tuple[int, int]) -> str | None:
+    """Let PyTorch call a newer FlashAttention in this process, if one is installed that supports the device.
+
+    Return its version, "FA3" or "FA4". None if PyTorch keeps its own.
+    """
+    known = attention.list_flash_attention_impls() if hasattr(attention, "list_flash_attention_impls") else []
+    for version, (module, majors) in _FLASH_PACKAGES.items():
+        if version in known and capability[0] in majors and _is_installed(module):
+            try:
+                attention.activate_flash_attention_impl(version)
+            except (ImportError, RuntimeError) as error:
+                _log.warning("%s is installed, but PyTorch cannot use it: %s", module, error)
+            else:
+                _log.info("attention is computed by %s (%s)", version, module)
+                return version
+    return None
+
+
+def _is_installed(module: str) -> bool:
+    """Return True if a module of any depth can be found."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is missing
+        return False
 
 
 class TorchCuda(AttentionBackend):
@@ -60,39 +109,154 @@ class TorchCuda(AttentionBackend):
         )
         return out[0].transpose(0, 1), lse[0]
 
+    def max_grouped(self, q: Tensor, spec: AttnSpec) -> int:
+        return _MAX_GROUPED if self._forced is None and self._flash_supports(q, spec) else 0
+
+    def attend_prompts(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[tuple[int, int], ...], spec: AttnSpec
+    ) -> Partial:
+        """Call FlashAttention, whose diagonal ends with the last query and the last key of each prompt."""
+        queries, keys = zip(*lengths, strict=True)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - public ones hide the lse
+            *(tensor.transpose(0, 1) for tensor in (q, k, v)),
+            *(_ends(queries, q.device), _ends(keys, q.device), max(queries), max(keys), 0.0, False, False),
+            scale=spec.scale,
+            window_size_left=-1 if spec.window is None else spec.window - 1,
+            window_size_right=0,
+        )
+        return out.transpose(0, 1), lse
+
     def _flash_supports(self, q: Tensor, spec: AttnSpec) -> bool:
         """Return True if FlashAttention supports windows of such queries."""
-        kernel = cuda_kernel(q.dtype, q.shape[2], torch.cuda.get_device_capability(q.device), windowed=True)
-        return spec.softcap is None and kernel == "flash"
+        return spec.softcap is None and chosen_kernel(q, windowed=True) == "flash"
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
+        kernel = chosen_kernel(q, masked=mask is not None)
         if self._forced is not None and mask is None:
-            return _call(self._forced, q, k, v, spec, causal=causal)
-        capability = torch.cuda.get_device_capability(q.device)
-        kernel = cuda_kernel(q.dtype, q.shape[3], capability, masked=mask is not None)
-        if kernel == "cudnn":
-            return _by_cudnn(q, k, v, spec, causal=causal)
+            kernel = self._forced
+        elif kernel == "cudnn":  # only `_by_cudnn` knows the shapes that have plans
+            kernel = "flash"
         return _call(kernel, q, k, v, spec, causal=causal, mask=mask)
 
+    # ---------------------------------------------------------------- cuDNN
 
-def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool) -> Partial:
-    """Compute lengths that cuDNN has plans for by cuDNN, and the remaining keys by FlashAttention.
+    def _by_cudnn(self, q: Tensor, spec: AttnSpec) -> bool:
+        return self._forced is None and spec.softcap is None and chosen_kernel(q) == "cudnn"
 
-    Rows are padded to such a length. In causal squares keys are padded, too, and no real query sees the padding.
-    """
-    num_queries, num_keys = q.shape[2], k.shape[2]
-    added = -num_queries % _CUDNN_TOKENS
-    cut = num_keys - num_keys % max(_CUDNN_TOKENS, (1 << num_keys.bit_length() - 1) // _CUDNN_LENGTHS)
-    if added > _MAX_PADDING * num_queries or not (cut or causal):
-        return _call("flash", q, k, v, spec, causal=causal)
-    rows, keys, values = (pad(x, (0, 0, 0, added)) if added and (causal or x is q) else x for x in (q, k, v))
-    if not causal:
-        keys, values = keys[:, :, :cut], values[:, :, :cut]
-    out, lse = (x[:, :, :num_queries] for x in _call("cudnn", rows, keys, values, spec, causal=causal))
-    if causal or cut == num_keys:
-        return out, lse
-    merged, lse = merge_each([(out, lse), _call("flash", q, k[:, :, cut:], v[:, :, cut:], spec, causal=False)])
-    return merged.to(q.dtype), lse
+    def _full(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Partial:
+        if not self._by_cudnn(q, spec):
+            return super()._full(q, k, v, spec)
+        out, lse = self._rectangle(q.reshape(spec.num_kv_heads, -1, q.shape[2]), k, v, spec)
+        return out.reshape(q.shape), lse.reshape(q.shape[:2])
+
+    def _diagonal(self, q: Tensor, k: Tensor, v: Tensor, upper: int, spec: AttnSpec) -> Partial:
+        """Compute causal runs by squares of bounded size, each with the keys before it. Later rows see all keys."""
+        if not self._by_cudnn(q, spec):
+            return super()._diagonal(q, k, v, upper, spec)
+        num_causal = min(q.shape[1], k.shape[1] - upper)
+        results = []
+        for start, stop in pairwise(cudnn_plans.cuts(num_causal, upper)):
+            seen = slice(0, upper + stop)
+            results.append(self._square(q[:, start:stop], k[:, seen], v[:, seen], spec))
+        if num_causal < q.shape[1]:
+            results.append(self._full(q[:, num_causal:], k, v, spec))
+        return _concatenated(results)
+
+    def _square(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Partial:
+        """Compute queries that end with the last key: a causal square, and keys before it that all queries see.
+
+        The square may contain keys before the queries, so that the number of remaining keys has plans. The queries then
+        have as many rows before them. No query sees the padding behind the keys.
+        """
+        num_queries, before = q.shape[1], k.shape[1] - q.shape[1]
+        chosen = cudnn_plans.square(num_queries, before % cudnn_plans.TOKENS)
+        if chosen is None:
+            partials = [self._fused(q[None], k[None, :, before:], v[None, :, before:], spec, causal=True)]
+        else:
+            added, length = chosen
+            before, behind = before - added, length - added - num_queries
+            rows = pad(q, (0, 0, added, behind))[None]
+            keys, values = (pad(x[:, before:], (0, 0, 0, behind))[None] for x in (k, v))
+            out, lse = _call("cudnn", rows, keys, values, spec, causal=True)
+            own = slice(added, added + num_queries)
+            partials = [(out[:, :, own], lse[:, :, own])]
+        partials = [(out[0], lse[0]) for out, lse in partials]
+        if before:
+            partials.append(self._full(q, k[:, :before], v[:, :before], spec))
+        return self._merged(partials)
+
+    def _rectangle(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Partial:
+        """Compute rows `[K, rows, D]` that see all keys, by cuDNN except for the last rows and keys."""
+        keys = cudnn_plans.key_pieces(k.shape[1])
+        rows = cudnn_plans.row_pieces(q.shape[1], len(q)) if keys else []
+        last_row, last_key = (rows[-1].stop, keys[-1].stop) if rows else (0, 0)
+        cut = [slice(each.start, each.stop) for each in keys if rows]
+        pairs = [(k[None, :, own].contiguous(), v[None, :, own].contiguous()) for own in cut]
+        results = []
+        for start, stop, length in rows:
+            some = q[None, :, start:stop]
+            padded = pad(some, (0, 0, 0, length - (stop - start)))
+            calls = [_call("cudnn", padded, some_k, some_v, spec, causal=False) for some_k, some_v in pairs]
+            partials = [(out[0, :, : stop - start], lse[0, :, : stop - start]) for out, lse in calls]
+            if last_key < k.shape[1]:
+                out, lse = self._fused(some, k[None, :, last_key:], v[None, :, last_key:], spec)
+                partials.append((out[0], lse[0]))
+            results.append(self._merged(partials))
+        if last_row < q.shape[1]:
+            out, lse = self._fused(q[None, :, last_row:], k[None], v[None], spec)
+            results.append((out[0], lse[0]))
+        return _concatenated(results)
+
+    def _merged(self, partials: Sequence[Partial]) -> Partial:
+        if len(partials) == 1:
+            return partials[0]
+        out = torch.empty_like(partials[0][0], memory_format=torch.contiguous_format)
+        return out, self.merge_into(out, partials)
+
+    def prepare(self, kv: PagedKv, specs: Collection[AttnSpec], max_queries: int, max_keys: int) -> None:
+        """Make the plans of all shapes, by calls on zeros. cuDNN keeps them for this thread."""
+        begun_s, made = time.monotonic(), set[tuple[int, int, int, Plan]]()
+        max_keys = min(max_keys, len(kv.keys) * kv.block_size)
+        for spec in specs:
+            like, readers = kv.keys.new_empty(0, spec.head_dim), spec.num_heads // spec.num_kv_heads
+            if self._by_cudnn(like, spec):
+                longest = min(max_keys, spec.window or max_keys)
+                shapes = (spec.num_kv_heads, readers, spec.head_dim)
+                plans = [*cudnn_plans.all_plans(spec.num_kv_heads, readers, max_queries, longest)]
+                _call_each([plan for plan in plans if (*shapes, plan) not in made], spec, like)
+                made.update((*shapes, plan) for plan in plans)
+        if made:
+            _log.info("%d plans of cuDNN made in %.1f s", len(made), time.monotonic() - begun_s)
+
+
+def _call_each(plans: Sequence[Plan], spec: AttnSpec, like: Tensor) -> None:
+    num_kv_heads, dim = spec.num_kv_heads, spec.head_dim
+    zeros = like.new_zeros(num_kv_heads * max((plan.num_keys for plan in plans), default=0) * dim)
+    for num_queries, num_keys, causal in plans:
+        q = like.new_zeros(1, spec.num_heads if causal else num_kv_heads, num_queries, dim)
+        keys = zeros[: num_kv_heads * num_keys * dim].view(1, num_kv_heads, num_keys, dim)
+        _call("cudnn", q, keys, keys, spec, causal=causal)
+
+
+@lru_cache(maxsize=256)
+def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return 0 and the sums of the first lengths on a device, once for all layers of a step."""
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
+    return ends.to(device, non_blocking=True)
+
+
+def chosen_kernel(q: Tensor, *, masked: bool = False, windowed: bool = False) -> CudaKernel:
+    """Choose the kernel for queries `[..., D]` on their device."""
+    current = getattr(attention, "current_flash_attention_impl", lambda: None)
+    capability = torch.cuda.get_device_capability(q.device)
+    return cuda_kernel(q.dtype, q.shape[-1], capability, masked=masked, windowed=windowed, flash=current())
+
+
+def _concatenated(partials: Sequence[Partial]) -> Partial:
+    """Join the results of rows in order."""
+    if len(partials) == 1:
+        return partials[0]
+    return torch.cat([out for out, _ in partials], dim=1), torch.cat([lse for _, lse in partials], dim=1)
 
 
 def _call(

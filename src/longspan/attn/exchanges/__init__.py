@@ -176,6 +176,8 @@ class Call:
         if max(counts) == 1:
             plan = parts.plan(indices, q_rank, rank, self.kv, self.spec.window)
             return parts.backend.attend_paged(q, self.kv, plan, self.spec)
+        if len(indices) > 1 and self.exchange == LOCAL and parts.backend.max_grouped(q, self.spec):
+            return self._attend_prompts(batch, counts)
         partials = []
         for index, queries in zip(indices, q.split(counts, dim=1), strict=True):
             part, runs = parts[index], self.needed(rank)[index]
@@ -185,6 +187,26 @@ class Call:
                 k, v = self.gathered(part, runs)
             partials.append(attend_runs(parts.backend, queries, part.q_runs[q_rank], k, v, runs, self.spec))
         return concatenated(partials)
+
+    def _attend_prompts(self, batch: QueryBatch, counts: Sequence[int]) -> Partial:
+        """Attend the queries of several parts to their keys in one kernel call.
+
+        Keys are copied unless they are all new and adjacent.
+        """
+        (_, indices, q), parts, rank = batch, self.parts, self.group.rank
+        own = [self.needed(rank)[index] for index in indices]
+        lengths = tuple(zip(counts, map(num_tokens, own), strict=True))
+        rows = parts.rows(indices, q.device)
+        if isinstance(rows, slice) and all(parts[index].span_start == 0 for index in indices):
+            return parts.backend.attend_prompts(q, self.k[:, rows], self.v[:, rows], lengths, self.spec)
+        shape = (self.spec.num_kv_heads, sum(num_keys for _, num_keys in lengths), self.spec.head_dim)
+        k, v = q.new_empty(shape), q.new_empty(shape)
+        start = 0
+        for index, runs, (_, num_keys) in zip(indices, own, lengths, strict=True):
+            each = slice(start, start + num_keys)
+            gather_runs(parts.backend, parts[index], runs, rank, self.kv, (k[:, each], v[:, each]))
+            start += num_keys
+        return parts.backend.attend_prompts(q, k, v, lengths, self.spec)
 
     def gathered(self, part: MemberPart, runs: Sequence[Run]) -> KeysAndValues:
         """Return a contiguous copy of this member's keys and values of consecutive runs."""

@@ -174,13 +174,13 @@ class WorkerExecutor:
             reports = self._await(messages.Measured)
         return tuple(report.memory for report in sorted(reports, key=lambda report: report.rank))
 
-    def prepare(self, max_num_seqs: int, max_model_len: int) -> None:
-        """Prepare decode steps of up to `max_num_seqs` requests on all ranks, before any other step.
+    def prepare(self, max_num_seqs: int, max_model_len: int, max_tokens: int = 8192) -> None:
+        """Prepare steps of up to `max_num_seqs` requests and `max_tokens` tokens on all ranks, before any other step.
 
         Raises:
             WorkerLostError: if a worker dies or raises, for example from lack of memory.
         """
-        self._send(messages.Prepare(max_num_seqs, max_model_len), range(len(self._workers)))
+        self._send(messages.Prepare(max_num_seqs, max_model_len, max_tokens), range(len(self._workers)))
         self._await(messages.Ready)
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
