@@ -84,10 +84,12 @@ class Recordable(TorchCpu):
 class Decodes:
     """A model that records, and steps of single tokens of it, each computed layer by layer, too."""
 
-    def __init__(self, folder: Path, record: Record, backend: AttentionBackend, device: str = "cpu") -> None:
+    def __init__(
+        self, folder: Path, record: Record, backend: AttentionBackend, device: str = "cpu", *, triton: bool = False
+    ) -> None:
         self.device, self.backend = torch.device(device), backend
         recording = Recording(backend=self.backend, record=record)
-        self.model = Model(prepare(str(folder), dtype="float32"), self.device, recording=recording)
+        self.model = Model(prepare(str(folder), dtype="float32"), self.device, recording=recording, triton=triton)
         self.specs = self.model.specs
         self.change_pool(0)
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from longspan.attn.paged import PagedKv, PagedPlan
+
+if TYPE_CHECKING:
+    from longspan.core.steps import Link
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, q [heads, tokens, head_dim], k and v [kv_heads, tokens, head_dim]) -> out [heads, tokens, head_dim]`
 
 It may have a method `single_tokens() -> SingleTokens | None`. If the result is not None, the step may be computed as a
 whole, without calls of `Attend`.
+
+It may have the methods of `AttendStored`, for layers that store their KV themselves.
 """
 Reduce = Callable[[Tensor], Tensor]
 """Sums `[1, tokens, hidden]` over the ranks of tensor parallelism."""
@@ -43,14 +49,54 @@ class Rows:
 class SingleTokens:
     """The KV that a step reads and writes if each of its tokens is the only one of its request.
 
-    The KV of each token is stored at `blocks`, `offsets` (`[tokens]` int64 on the host). Each layer has one pool in
-    `kv`, and in `plans` its reads for one query per token.
+    Attributes:
+        kv: the pools of the rank's layers, in order.
+        blocks, offsets: where the KV of each token is stored, `[tokens]` int64 on the host.
+        plans: of each layer, its reads for one query per token. None if only `Attend` can compute attention and store
+            KV, since messages are exchanged or keys lie on hosts.
+        sent: payload bytes of the step so far, by exchange and link. A step computed as a whole adds its own.
     """
 
     blocks: Tensor
     offsets: Tensor
     kv: Sequence[PagedKv]
-    plans: Sequence[PagedPlan]
+    plans: Sequence[PagedPlan] | None
+    sent: Counter[tuple[str, Link]] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedSums:
+    """Sums over the ranks of tensor parallelism that a device makes without its host.
+
+    Attributes:
+        sent: payload bytes of the sums so far, by exchange and link.
+    """
+
+    reduce: Reduce
+    sent: Counter[tuple[str, Link]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvSlots:
+    """The slots of a layer's pool in which the KV of a step's tokens is stored.
+
+    Token i has slot `offsets[i]` of block `blocks[i]`, both `[tokens]` int64 on the device. Block `NOWHERE` stores
+    nothing.
+    """
+
+    kv: PagedKv
+    blocks: Tensor
+    offsets: Tensor
+
+
+class AttendStored(Protocol):
+    """An `Attend` for layers that store the KV of all tokens before attention."""
+
+    def slots(self, layer: int) -> KvSlots | None:
+        """Return the slots of all tokens of the step. None if `Attend` stores the KV of this step itself."""
+
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute attention as `Attend` does, after the KV was stored in `slots(layer)`."""
 
 
 @dataclass(kw_only=True)

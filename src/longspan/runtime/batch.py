@@ -116,14 +116,15 @@ class Slots:
 
     def write(self, pool: KvPool, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the `rows` of keys and values `[kv_heads, tokens, head_dim]` to the pool."""
-        rows, blocks, offsets = self._on_device
+        rows, blocks, offsets = self.on_device
         if len(rows) == k.shape[1]:  # all rows: no selection needed
             pool.write(layer, blocks, offsets, k, v)
         elif len(rows):
             pool.write(layer, blocks, offsets, k[:, rows], v[:, rows])
 
     @cached_property
-    def _on_device(self) -> Sequence[Tensor]:
+    def on_device(self) -> Sequence[Tensor]:
+        """Rows, blocks and offsets on `device`."""
         return on_device((self.rows, self.blocks, self.offsets), self.device)
 
 

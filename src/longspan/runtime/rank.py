@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -196,6 +197,7 @@ class Rank:
             layers=layers,
             stored=self._stored,
             fused=self._config.kernels is not None,
+            triton=self._device.type == "cuda" and find_spec("triton") is not None,
             whole_steps=not self._config.enforce_eager,
             recording=self._recording,
         )
@@ -235,4 +237,5 @@ def recording_of(backend: AttentionBackend, device: torch.device) -> Recording |
         return None
     from longspan.model.graph_step import CudaRecorder, Recording  # noqa: PLC0415 - only on CUDA devices
 
-    return Recording(backend=backend, record=CudaRecorder())
+    recorder = CudaRecorder()
+    return Recording(backend=backend, record=recorder, between=recorder.between)

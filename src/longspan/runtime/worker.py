@@ -21,6 +21,7 @@ from longspan.attn.comm import CommError, Message, Pending, Transport
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.model.adapter import Model
+from longspan.model.step import RecordedSums
 from longspan.model.trunk import Output
 from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
@@ -140,8 +141,21 @@ class Worker:
             case messages.RunFree(step):
                 self._requests.forget(step.request_ids)
             case messages.Prepare(max_num_seqs, max_model_len):
-                self._model.trunk.prepare(self._pool.kv, max_num_seqs, max_model_len)
+                self._prepare(max_num_seqs, max_model_len)
                 yield messages.Ready(rank=self._rank)
+
+    def _prepare(self, max_num_seqs: int, max_model_len: int) -> None:
+        """Prepare decode steps. All ranks do it at the same time, since recorded sums are also made."""
+        sums = None
+        if self._cluster.tp(self._instance) > 1 and self._lanes.inside.sums is not None:
+            comm = self._comm(0)
+            sums = RecordedSums(reduce=comm.all_reduce, sent=comm.sent)
+        by_pieces = self._cluster.num_instances > 1 or self._host is not None
+        self._model.trunk.prepare(self._pool.kv, max_num_seqs, max_model_len, sums=sums, by_pieces=by_pieces)
+
+    def _comm(self, number: int) -> StepComm:
+        num_layers = self._model.info.num_layers
+        return StepComm(self._lanes, number, cluster=self._cluster, rank=self._rank, num_layers=num_layers)
 
     def arrived(self) -> Sequence[messages.Report]:
         """Return the reports of moves that have completed."""
@@ -194,13 +208,7 @@ class Worker:
             backend=self._backend,
             host=self._host,
         )
-        comm = StepComm(
-            self._lanes,
-            forward.number,
-            cluster=self._cluster,
-            rank=self._rank,
-            num_layers=self._model.info.num_layers,
-        )
+        comm = self._comm(forward.number)
         moves = self._begin_moves(forward, comm)
         if self._reads_tokens or self._is_last:  # the stage embeds tokens or counts them
             own_ids = {token.request_id for token in packed.unknown if token.source == self._instance}

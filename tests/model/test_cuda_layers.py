@@ -1,0 +1,228 @@
+"""Layers of CUDA devices in Triton's interpreter: kernels against float64, models against transformers, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreted import Run
+from launches import Launches
+from test_graph_step import Decodes, triton_backend
+from tiny_models import BASE, TINY, write_checkpoint
+from torch import Tensor, nn
+from transformers import Gemma3TextConfig, GemmaConfig, PreTrainedConfig, SeedOssConfig, SmolLM3Config
+
+from longspan.attn.backends import NOWHERE
+from longspan.attn.paged import PagedKv
+from longspan.model.step import KvSlots
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+FURTHER: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gemma": lambda: GemmaConfig(**BASE),
+    "gemma3": lambda: Gemma3TextConfig(**BASE, sliding_window=32, sliding_window_pattern=2),
+    "smollm3": lambda: SmolLM3Config(**BASE, no_rope_layer_interval=2),
+    "seed_oss": lambda: SeedOssConfig(**BASE, attention_bias=True, attention_out_bias=True),
+}
+FAMILIES = {**TINY, **FURTHER}
+MAX_LAUNCHES = 12
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def rms_norm(x: Tensor, weight: Tensor, adds_one: bool) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * (weight.double() + adds_one)
+
+
+def compare_add_norm(
+    shape: tuple[int, int], flags: tuple[bool, bool, bool], adds_one: bool, dtype: torch.dtype, seed: int
+) -> None:
+    from longspan.model.triton_layers import Norm, add_norm
+
+    numbers = torch.Generator().manual_seed(seed)
+    x, residual = (torch.randn(shape[0], shape[1] + 3, generator=numbers).to(dtype)[:, : shape[1]] for _ in range(2))
+    weights = [torch.randn(shape[1], generator=numbers).to(dtype) for _ in range(2)]
+    before, after = (
+        Norm(weight=weight, epsilon=1e-5, adds_one=adds_one) if flag else None
+        for weight, flag in zip(weights, flags[:2], strict=True)
+    )
+    hidden, normed = add_norm(x, residual=residual if flags[2] else None, before=before, after=after)
+    wanted = x.double() if before is None else rms_norm(x.double(), weights[0], adds_one)
+    wanted = wanted + residual.double() if flags[2] else wanted
+    assert_close(hidden, wanted)
+    assert_close(normed, hidden.double() if after is None else rms_norm(hidden.double(), weights[1], adds_one))
+
+
+@settings(max_examples=60)
+@given(
+    st.tuples(st.integers(1, 9), st.sampled_from((1, 16, 96, 100, 576, 2048, 2500))),
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    st.booleans(),
+    st.sampled_from([*TOLERANCE]),
+    st.integers(0, 9),
+)
+def test_norms_and_residuals_are_those_of_float64(
+    assert_interpreted: Run,
+    shape: tuple[int, int],
+    flags: tuple[bool, bool, bool],
+    adds_one: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    assert_interpreted(compare_add_norm, shape, flags, adds_one, dtype, seed)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
+    """Rotate the first elements of `x [tokens, heads, head_dim]`."""
+    dim = cos.shape[-1]
+    cos, sin = (one.double()[:, None] for one in (cos, sin))
+    own, rest = x[..., :dim], x[..., dim:]
+    if adjacent:
+        cos, sin = (one[..., : dim // 2].repeat_interleave(2, -1) for one in (cos, sin))
+        half = torch.stack((-own[..., 1::2], own[..., ::2]), -1).flatten(-2)
+    else:
+        half = torch.cat([-own[..., dim // 2 :], own[..., : dim // 2]], dim=-1)
+    return torch.cat([own * cos + half * sin, rest], dim=-1)
+
+
+def compare_rotate(
+    num_tokens: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    flags: tuple[bool, bool, bool, bool],
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    from longspan.model.triton_layers import Norm, Rotation, rotate
+
+    (num_heads, num_kv_heads), (dim, rotary_dim), (has_norms, adds_one, adjacent, stores) = heads, dims, flags
+    numbers = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=numbers).to(dtype)
+
+    qkv, cos, sin = draw(num_tokens, (num_heads + 2 * num_kv_heads) * dim), *draw(2, num_tokens, max(1, rotary_dim))
+    weights = draw(2, dim)
+    norms = [Norm(weight=one, epsilon=1e-5, adds_one=adds_one) if has_norms else None for one in weights]
+    pools = draw(2, num_tokens + 1, num_kv_heads, 4, dim)
+    pools[:, -1] = 7.0
+    blocks, offsets = torch.randperm(num_tokens, generator=numbers), torch.arange(num_tokens) % 4
+    blocks[num_tokens // 2] = NOWHERE
+    before = pools.clone()
+    slots = KvSlots(kv=PagedKv(keys=pools[0], values=pools[1]), blocks=blocks, offsets=offsets)
+    rotation = Rotation(cos=cos[None], sin=sin[None], pairs_adjacent=adjacent) if rotary_dim else None
+    found = rotate(
+        qkv, num_heads, num_kv_heads, rotation, norms=(norms[0], norms[1]), slots=slots if stores else None
+    )
+
+    parts = qkv.double().view(num_tokens, -1, dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = parts
+    if has_norms:
+        q, k = rms_norm(q, weights[0], adds_one), rms_norm(k, weights[1], adds_one)
+    if rotary_dim:
+        q, k = (rotated(one, cos, sin, adjacent) for one in (q, k))
+    for own, wanted in zip(found, (q, k, v), strict=True):
+        assert_close(own, wanted.transpose(0, 1))
+    if stores:
+        for token, (block, offset) in enumerate(zip(blocks.tolist(), offsets.tolist(), strict=True)):
+            if block != NOWHERE:
+                before[:, block, :, offset] = torch.stack([found[1][:, token], found[2][:, token]])
+    assert torch.equal(pools, before), "the slots of the tokens are written, and no other slot"
+
+
+@settings(max_examples=80)
+@given(
+    st.integers(1, 37),
+    st.sampled_from(((1, 1), (6, 3), (5, 1), (8, 2))),
+    st.sampled_from(((16, 16), (16, 0), (80, 80), (128, 64), (100, 60), (256, 256))),
+    st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+    st.sampled_from([*TOLERANCE]),
+    st.integers(0, 9),
+)
+def test_rotated_and_stored_heads_are_those_of_float64(
+    assert_interpreted: Run,
+    num_tokens: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    flags: tuple[bool, bool, bool, bool],
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    assert_interpreted(compare_rotate, num_tokens, heads, dims, flags, dtype, seed)
+
+
+def compare_gated(num_tokens: int, inner: int, activation: Any, dtype: torch.dtype, seed: int) -> None:
+    from longspan.model.triton_layers import gated
+
+    gate_up = (3 * torch.randn(num_tokens, 2 * inner, generator=torch.Generator().manual_seed(seed))).to(dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    active = nn.functional.silu(gate) if activation == "silu" else nn.functional.gelu(gate, approximate="tanh")
+    assert_close(gated(gate_up, activation), active * up)
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 9),
+    st.sampled_from((1, 16, 100, 1024, 1500, 2048)),
+    st.sampled_from(("silu", "gelu_tanh")),
+    st.sampled_from([*TOLERANCE]),
+    st.integers(0, 9),
+)
+def test_gates_are_those_of_float64(
+    assert_interpreted: Run, num_tokens: int, inner: int, activation: str, dtype: torch.dtype, seed: int
+) -> None:
+    assert_interpreted(compare_gated, num_tokens, inner, activation, dtype, seed)
+
+
+# ---------------------------------------------------------------- models
+
+
+def checkpoint(name: str, folders: dict[str, Path], folder: Path) -> Path:
+    return folders[name] if name in folders else write_checkpoint(FURTHER[name](), folder)
+
+
+def count_launches(folder: Path, maximum: int | None) -> None:
+    """Compute a decode step of three requests, which equals that of transformers' layers, and count its launches."""
+    from longspan.model.cuda_layers import CudaLayer
+
+    computed = list[Callable[[], Tensor]]()
+
+    def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        computed.append(compute)
+        return compute
+
+    plain = Decodes(folder, record, triton_backend())
+    fused = Decodes(folder, record, triton_backend(), triton=True)
+    logits = fused.step(40, 3, 17)
+    torch.testing.assert_close(logits, plain.step(40, 3, 17), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(fused.pairs, plain.pairs, atol=1e-4, rtol=1e-4)
+    layers = fused.model.layers
+    assert all(isinstance(layer.forward, CudaLayer) for layer in layers.values()), fused.model.fallbacks
+    with torch.no_grad(), Launches(layers) as launches:
+        computed[0]()
+    for names in launches.names.values():
+        assert names.count("rotate_kernel") == 1 and "copy_kernel" not in names, "rotation and stores are one launch"
+        assert names.count("norm_kernel") == 3, names
+        if maximum is not None:
+            assert len(names) <= maximum, names
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "longrope" not in name])
+def test_a_decode_layer_is_exact_in_few_launches(
+    assert_interpreted: Run, folders: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """Experts are computed by their own module, whose launches follow from their number."""
+    maximum = None if name == "mixtral" else MAX_LAUNCHES
+    assert_interpreted(count_launches, checkpoint(name, folders, tmp_path), maximum)
