@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from longspan.attn.comm import Sums
 from longspan.model.graph_step import Replay
 
 
@@ -43,6 +45,21 @@ class Tape:
             action()
         else:
             self._calls.append(action)
+
+
+_sums: list[Sums] = []
+
+
+def recordable_sums(sums: Sums) -> Sums:
+    """Return the same sums as an operator, which a tape records and replays like the sums of a device."""
+    number = len(_sums)
+    _sums.append(sums)
+    return lambda members, tensor: _sum(tensor, number, [*members])
+
+
+@torch.library.custom_op("longspan_tests::sum", mutates_args=())
+def _sum(tensor: Tensor, number: int, members: list[int]) -> Tensor:
+    return _sums[number](members, tensor.clone())
 
 
 class _Operators(TorchDispatchMode):

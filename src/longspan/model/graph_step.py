@@ -33,7 +33,7 @@ from longspan.attn.backends import NOWHERE
 from longspan.attn.paged import Numbers, PagedKv, PagedPlan
 from longspan.attn.paged_splits import NumberBuffer, PagedSplits, max_splits
 from longspan.attn.spec import AttnSpec
-from longspan.model.step import Attend, KvSlots, RecordedSums, Reduce, SingleTokens
+from longspan.model.step import Attend, KvSlots, RecordedSums, Reduce, SampledToken, SingleTokens, put_sampled
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
@@ -178,6 +178,7 @@ class GraphStep:
         rope_lengths: Tensor,
         step: SingleTokens,
         *,
+        sampled: Sequence[SampledToken] = (),
         attend: Attend | None = None,
         hidden: Tensor | None = None,
         reduce: Reduce | None = None,
@@ -189,6 +190,7 @@ class GraphStep:
 
         Args:
             tokens, positions, rope_lengths: `[tokens]` int64 on the host.
+            sampled: tokens on the device.
             attend: computes attention if `step` has no plans.
             hidden: from the stage before, `[1, tokens, width]`.
             reduce: sums over ranks by messages, if `prepare` got no `sums`.
@@ -210,6 +212,7 @@ class GraphStep:
             return None
         if graph.hidden is not None and hidden is not None:
             graph.hidden[:, : len(tokens)] = hidden
+        put_sampled(sampled, graph.inputs.arrays[0])
         graph.call = _Call(len(tokens), attend, reduce)
         try:
             result = graph.replay()

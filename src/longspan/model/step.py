@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
-from longspan.attn.paged import PagedKv, PagedPlan
+from longspan.attn.paged import PagedKv, PagedPlan, on_device
 
 if TYPE_CHECKING:
     from longspan.core.steps import Link
@@ -23,6 +24,8 @@ whole, without calls of `Attend`.
 
 It may have the methods of `AttendStored`, for layers that store their KV themselves.
 """
+SampledToken = tuple[int, Tensor, int]
+"""The row of a token, and the tensor on the device and the index in it that have the token."""
 Reduce = Callable[[Tensor], Tensor]
 """Sums `[1, tokens, hidden]` over the ranks of tensor parallelism."""
 
@@ -37,12 +40,26 @@ class Rows:
         tokens, positions: `[tokens]`, at least one token.
         keep: `[n]`, the indices of the tokens whose logits are computed. With n = 0 there are none.
         rope_lengths: `[tokens]`, the pinned length of each token's request, which only longrope models read.
+        sampled: tokens that replace those in `tokens`, see `SampledToken`.
     """
 
     tokens: Tensor
     positions: Tensor
     keep: Tensor
     rope_lengths: Tensor
+    sampled: list[SampledToken] = field(default_factory=list)
+
+
+def put_sampled(sampled: Sequence[SampledToken], tokens: Tensor) -> None:
+    """Write sampled tokens to `tokens` in place, with one copy for each tensor that has them."""
+    sources = {id(source): source for _, source, _ in sampled}
+    for key, source in sources.items():
+        rows, indices = zip(*((row, index) for row, own, index in sampled if id(own) == key), strict=True)
+        if rows == indices == tuple(range(len(source))):
+            tokens[: len(source)] = source
+            continue
+        at, of = on_device([torch.tensor(numbers) for numbers in (rows, indices)], tokens.device)
+        tokens[at] = source[of]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from longspan.attn.paged import PagedKv, on_device
 from longspan.model.skeleton import trunk_path
-from longspan.model.step import Attend, CurrentStep, RecordedSums, Reduce, Rows, SingleTokens, StepState
+from longspan.model.step import Attend, CurrentStep, RecordedSums, Reduce, Rows, SingleTokens, StepState, put_sampled
 
 if TYPE_CHECKING:
     from longspan.model.graph_step import GraphStep
@@ -69,6 +69,7 @@ class LayerTrunk:
         assert (hidden is None) == (stage is None or stage.is_first), "all stages but the first continue another"
         row = rows.tokens, rows.positions, rows.keep, rows.rope_lengths
         tokens, positions, keep, rope_lengths = on_device(row, self._device)
+        put_sampled(rows.sampled, tokens)
         arguments = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False, "attend": attend}
         state = StepState(rope_lengths=rope_lengths, hidden=hidden, reduce=reduce)
         with self._current.during(state):
@@ -145,7 +146,7 @@ class SingleTokenTrunk:
         if single is not None:
             assert len(rows.keep) == len(rows.tokens), "such a step samples after every token"
             row = rows.tokens, rows.positions, rows.rope_lengths
-            result = self.step(*row, single, attend=attend, hidden=hidden, reduce=reduce)
+            result = self.step(*row, single, sampled=rows.sampled, attend=attend, hidden=hidden, reduce=reduce)
             if result is not None:
                 return self._layers.output(result)
         return self._layers.run(rows, attend, hidden=hidden, reduce=reduce)

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import on_device
 from longspan.core.blocks import BlockRef
@@ -348,7 +347,8 @@ class RankRequest:
         matcher: the state of the output grammar. None without a grammar.
         table: its blocks on all instances. `Owners` maps tokens to them.
         num_counted: number of output tokens in `history` and `matcher`.
-        last_token: the token sampled last. -1 before the first.
+        last_token: the token sampled last that the host has read. -1 before the first.
+        on_device: the token sampled last, if the host has not read it: a tensor on the device, and the index in it.
     """
 
     sampling: Sampling
@@ -357,6 +357,20 @@ class RankRequest:
     table: list[BlockRef] = field(default_factory=list)
     num_counted: int = 0
     last_token: int = -1
+    on_device: tuple[Tensor, int] | None = None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the host reads logits, or each token before the next is sampled."""
+        sampling = self.sampling
+        counts = self.history is not None or self.matcher is not None
+        return counts or sampling.logprobs is not None or sampling.output_logits
+
+    def read_token(self, token: int, tokens: Tensor) -> None:
+        """Record a token that the host has read from `tokens` on the device."""
+        self.last_token = token
+        if self.on_device is not None and self.on_device[0] is tokens:
+            self.on_device = None
 
     def apply(self, part: Part) -> None:
         """Append a part's new blocks and count its new output tokens."""
@@ -468,32 +482,3 @@ class UnknownToken:
     source: int
     target: int
     row: int
-
-
-def fill_unknown_tokens(packed: Packed, requests: RankRequests, instances: Group, device: torch.device) -> None:
-    """Write the ids of unknown tokens to `packed.tokens` in place. Send the ids that other instances need.
-
-    `instances` connects all instances in order. Its messages are on `device`.
-    """
-    me = instances.rank
-    own_ids = [entry.request_id for entry in packed.unknown if entry.source == me]
-    tokens = {request_id: requests[request_id].last_token for request_id in own_ids}
-    sent_ids: dict[int, list[int]] = {}
-    received_ids: dict[int, list[int]] = {}
-    for entry in packed.unknown:
-        if me == entry.source != entry.target:
-            sent_ids.setdefault(entry.target, []).append(entry.request_id)
-        elif me == entry.target != entry.source:
-            received_ids.setdefault(entry.source, []).append(entry.request_id)
-    if sent_ids or received_ids:
-        sends = {peer: Message([((len(ids),), torch.int64)], device) for peer, ids in sent_ids.items()}
-        for peer, ids in sent_ids.items():
-            sends[peer].tensors[0].copy_(torch.tensor([tokens[request_id] for request_id in ids]))
-        receives = {peer: Message([((len(ids),), torch.int64)], device) for peer, ids in received_ids.items()}
-        instances.start(sends=sends, receives=receives, hop=0).wait()
-        for peer, ids in received_ids.items():
-            tokens.update(zip(ids, receives[peer].tensors[0].tolist(), strict=True))
-    for entry in packed.unknown:
-        if entry.target == me:
-            packed.tokens[entry.row] = tokens[entry.request_id]
-            requests[entry.request_id].count((tokens[entry.request_id],))

@@ -6,6 +6,7 @@ its shares of the model stay too, since they are views of the mapped weights.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
     from longspan.model.graph_step import Recording
     from longspan.runtime.device_memory import MemoryProbe
+
+
+_POLL_S = 1e-4
+"""Seconds between two looks for commands and for the results of a step on the device. Longer pauses delay tokens."""
 
 
 class Rank:
@@ -79,11 +84,16 @@ class Rank:
         while True:
             worker = self._worker
             with self._watch.during("controller"):
-                new = inbox.receive(None if worker is None else worker.wakeup)
+                unread = None if worker is None else worker.unread_step
+                is_ready = None if unread is None else unread.copy.is_ready
+                new = inbox.receive(None if worker is None else worker.wakeup, is_ready)
             if worker is not None:
                 worker.prepare(new)
                 for report in worker.arrived():
                     send_report(controller, report)
+                if is_ready is not None and not inbox.has_commands and is_ready():
+                    for report in worker.finish():
+                        send_report(controller, report)
             match inbox.next():
                 case messages.Stop():
                     if worker is not None:
@@ -91,6 +101,8 @@ class Rank:
                     return worker is None or worker.is_idle
                 case messages.Measure() | messages.RunReshard() as command:
                     if worker is not None:
+                        for report in worker.finish():
+                            send_report(controller, report)
                         worker.settle(sends=True)
                     del worker  # a device has memory for one share of the model
                     if isinstance(command, messages.Measure):
@@ -213,13 +225,24 @@ class Inbox:
         self._decoder = msgspec.msgpack.Decoder(messages.Command)
         self._waiting: deque[messages.Command] = deque()
 
-    def receive(self, wakeup: int | None) -> list[messages.Command]:
-        """Return newly arrived commands. If the queue is empty, wait for a command or the file descriptor `wakeup`."""
+    @property
+    def has_commands(self) -> bool:
+        return bool(self._waiting)
+
+    def receive(self, wakeup: int | None, is_ready: Callable[[], bool] | None = None) -> list[messages.Command]:
+        """Return newly arrived commands.
+
+        If the queue is empty, wait for a command, for the file descriptor `wakeup`, or until `is_ready` returns True.
+        """
         poller = zmq.Poller()
         for source in (self._commands, wakeup):
             if source is not None:
                 poller.register(source, zmq.POLLIN)
-        poller.poll(0 if self._waiting else None)
+        if is_ready is None:
+            poller.poll(0 if self._waiting else None)
+        else:
+            while not self._waiting and not poller.poll(0) and not is_ready():
+                time.sleep(_POLL_S)
         new = []
         with suppress(zmq.Again):
             while True:

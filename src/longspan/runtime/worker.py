@@ -25,9 +25,10 @@ from longspan.model.step import RecordedSums
 from longspan.model.trunk import Output
 from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
-from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, fill_unknown_tokens, pack
+from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, pack
 from longspan.runtime.pool import KvPool
-from longspan.runtime.sampling import sample, token_logprobs
+from longspan.runtime.run_ahead import UnreadStep, can_stay_on_device, fill_unknown_tokens, needs_host, runs_ahead
+from longspan.runtime.sampling import sample, sample_on_device, token_logprobs
 from longspan.runtime.step_comm import StepComm, StepLanes
 from longspan.runtime.timing import Stopwatch, TimedTransport
 
@@ -112,6 +113,8 @@ class Worker:
         self._requests = RankRequests(files, model.info, self._device, samples=self._is_last)
         self._sends = deque[Pending]()  # messages to other stages, oldest first
         self._unread = deque[tuple[tuple[int, ...], Message, Pending]]()  # samples of the last stage, oldest first
+        self._runs_ahead = num_stages == 1 and not watch.enabled and runs_ahead(self._device)
+        self._unread_step: UnreadStep | None = None
         self._watch = watch
         self._lanes = transports.steps.each(lambda lane: TimedTransport(lane, watch))
         self._rebalances = TimedTransport(transports.rebalances, self._watch)
@@ -131,10 +134,12 @@ class Worker:
         return None if self._moves is None else self._moves.wakeup
 
     def execute(self, command: messages.WorkerCommand) -> Iterator[messages.Report]:
-        """Execute a command, and yield its reports."""
+        """Execute a command, and yield its reports, also those of the step before that were not read."""
+        if isinstance(command, messages.RunForward):
+            yield from self._run(command.step)
+            return
+        yield from self.finish()
         match command:
-            case messages.RunForward(step):
-                yield self.run(step)
             case messages.RunMoves(moves):
                 assert self._moves is not None, "a cluster with one pool moves no KV"
                 yield from self._moves.send(moves)
@@ -191,6 +196,7 @@ class Worker:
 
         Either no move is in flight, or the transports are closed.
         """
+        self._unread_step = None
         if self._moves is not None:
             self._moves.close()
         if self._layerwise is not None:
@@ -199,6 +205,22 @@ class Worker:
 
     def run(self, forward: Forward) -> messages.Done:
         """Compute this rank's share of a step, and sample."""
+        *_, done = (*self._run(forward), *self.finish())
+        return done
+
+    def finish(self) -> Iterator[messages.Done]:
+        """Wait for the results of the latest step if they were not read, and yield its report."""
+        unread, self._unread_step = self._unread_step, None
+        if unread is not None:
+            yield unread.read(self._requests)
+
+    @property
+    def unread_step(self) -> UnreadStep | None:
+        """The latest step, if its results were not read."""
+        return self._unread_step
+
+    def _run(self, forward: Forward) -> Iterator[messages.Done]:
+        """Launch this rank's share of a step. Yield the reports of steps whose results the host has read."""
         packed = pack(
             forward,
             self._requests,
@@ -208,6 +230,8 @@ class Worker:
             backend=self._backend,
             host=self._host,
         )
+        if needs_host(packed, self._instance):
+            yield from self.finish()
         comm = self._comm(forward.number)
         moves = self._begin_moves(forward, comm)
         if self._reads_tokens or self._is_last:  # the stage embeds tokens or counts them
@@ -226,11 +250,13 @@ class Worker:
             moves=moves,
             host=self._host,
         )
-        sampled, scored, non_finite = self._compute(packed, comm, attention)
+        output = self._forward(packed, comm, attention)
+        stays = self._runs_ahead and output is not None and can_stay_on_device(packed, self._sampling(packed))
+        sampled, scored, non_finite = ((), (), ()) if output is None or stays else self._results(packed, output, comm)
         attention.finish()
         self._lanes.complete_sends()
         self._rebalances.complete_sends()
-        return messages.Done(
+        done = messages.Done(
             rank=self._rank,
             number=forward.number,
             sampled=sampled,
@@ -239,6 +265,11 @@ class Worker:
             non_finite=non_finite,
             times=self._watch.seconds(),
         )
+        unread = self._sample_later(packed, output.result, done) if output is not None and stays else None
+        yield from self.finish()
+        if unread is None:
+            yield done
+        self._unread_step = unread
 
     def _begin_moves(self, forward: Forward, comm: StepComm) -> StepMoves | None:
         """Copy blocks within the pool, and begin the moves between instances. Return None if there are none."""
@@ -261,18 +292,22 @@ class Worker:
             self._layerwise = Layerwise(self._model)
         return self._layerwise
 
-    def _compute(self, packed: Packed, comm: StepComm, attention: StepAttention) -> _Results:
-        """Run the model, and send hidden states or samples to other stages. Return the results to report."""
+    def _forward(self, packed: Packed, comm: StepComm, attention: StepAttention) -> Output | None:
+        """Run the model. Stages before the last send hidden states, and return None, as ranks without tokens do."""
         if not len(packed.tokens):
             with self._model.summed_by(comm.all_reduce):
                 attention.without_tokens(self._dtype, self._device)
-            return (), (), ()
+            return None
         hidden = self._receive_hidden(packed, comm)
         output = self._model.trunk.run(packed, attention, hidden=hidden, reduce=comm.all_reduce)
-        if not self._is_last:
-            self._send_hidden(output.result, comm)
-            self._expect_samples(packed, comm)
-            return (), (), ()
+        if self._is_last:
+            return output
+        self._send_hidden(output.result, comm)
+        self._expect_samples(packed, comm)
+        return None
+
+    def _results(self, packed: Packed, output: Output, comm: StepComm) -> _Results:
+        """Sample, and send samples to other stages. Return the results to report."""
         tokens = self._sample(packed, output.result)
         self._send_samples(tokens, comm)
         if self._shard:  # every rank of the last stage samples all tokens, the first one reports them
@@ -281,6 +316,20 @@ class Worker:
         scored = tuple(self._score(prompt, output) for prompt in packed.prompts)
         nan_ids = (scores.request_id for scores in scored if any(isnan(entry.logprob) for entry in scores.logprobs))
         return sampled, scored, (*self._non_finite(packed, output, tokens), *nan_ids)
+
+    def _sampling(self, packed: Packed) -> list[RankRequest]:
+        return [self._requests[request_id] for request_id in packed.request_ids]
+
+    def _sample_later(self, packed: Packed, logits: Tensor, done: messages.Done) -> UnreadStep:
+        """Sample one token per row of `logits [n, vocab]` on the device. The host reads the tokens later."""
+        requests = self._sampling(packed)
+        draws = [request.draw(one) for request, one in zip(requests, packed.samples, strict=True)]
+        unread = UnreadStep.of(
+            packed, logits, sample_on_device(logits, draws), done, is_reported=not self._shard
+        )
+        for row, request in enumerate(requests):
+            request.on_device = unread.tokens, row
+        return unread
 
     def _receive_hidden(self, packed: Packed, comm: StepComm) -> Tensor | None:
         """Receive the hidden states of this rank's tokens from the previous stage. None on the first stage."""
@@ -329,15 +378,15 @@ class Worker:
         """Sample one token per row of `logits [n, vocab]`."""
         if not packed.samples:
             return []
-        requests = [self._requests[request_id] for request_id in packed.request_ids]
+        requests = self._sampling(packed)
         tokens = sample(logits, [request.draw(s) for request, s in zip(requests, packed.samples, strict=True)])
         for request, token in zip(requests, tokens, strict=True):
-            request.last_token = token
+            request.last_token, request.on_device = token, None
         return tokens
 
     def _sampled(self, packed: Packed, logits: Tensor, tokens: Sequence[int]) -> Iterator[Sampled]:
         """Yield the sampled tokens, with the logits and logprobs that their requests ask for."""
-        requests = [self._requests[request_id] for request_id in packed.request_ids]
+        requests = self._sampling(packed)
         logprobs = _logprobs(logits, tokens, requests)
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             data = logits[row].cpu().numpy().tobytes() if request.sampling.output_logits else b""
