@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +24,7 @@ from transformers import Gemma3TextConfig, GemmaConfig, PreTrainedConfig, SeedOs
 
 from longspan.attn.backends import NOWHERE
 from longspan.attn.paged import PagedKv
+from longspan.attn.spec import AttnSpec
 from longspan.model.step import KvSlots
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -123,9 +128,7 @@ def compare_rotate(
     before = pools.clone()
     slots = KvSlots(kv=PagedKv(keys=pools[0], values=pools[1]), blocks=blocks, offsets=offsets)
     rotation = Rotation(cos=cos[None], sin=sin[None], pairs_adjacent=adjacent) if rotary_dim else None
-    found = rotate(
-        qkv, num_heads, num_kv_heads, rotation, norms=(norms[0], norms[1]), slots=slots if stores else None
-    )
+    found = rotate(qkv, num_heads, num_kv_heads, rotation, norms=(norms[0], norms[1]), slots=slots if stores else None)
 
     parts = qkv.double().view(num_tokens, -1, dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     q, k, v = parts
@@ -144,12 +147,12 @@ def compare_rotate(
 
 @settings(max_examples=80)
 @given(
-    st.integers(1, 37),
-    st.sampled_from(((1, 1), (6, 3), (5, 1), (8, 2))),
-    st.sampled_from(((16, 16), (16, 0), (80, 80), (128, 64), (100, 60), (256, 256))),
-    st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
-    st.sampled_from([*TOLERANCE]),
-    st.integers(0, 9),
+    num_tokens=st.integers(1, 37),
+    heads=st.sampled_from(((1, 1), (6, 3), (5, 1), (8, 2))),
+    dims=st.sampled_from(((16, 16), (16, 0), (80, 80), (128, 64), (100, 60), (256, 256))),
+    flags=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+    dtype=st.sampled_from([*TOLERANCE]),
+    seed=st.integers(0, 9),
 )
 def test_rotated_and_stored_heads_are_those_of_float64(
     assert_interpreted: Run,
@@ -157,6 +160,7 @@ def test_rotated_and_stored_heads_are_those_of_float64(
     heads: tuple[int, int],
     dims: tuple[int, int],
     flags: tuple[bool, bool, bool, bool],
+    *,
     dtype: torch.dtype,
     seed: int,
 ) -> None:
@@ -184,6 +188,60 @@ def test_gates_are_those_of_float64(
     assert_interpreted: Run, num_tokens: int, inner: int, activation: str, dtype: torch.dtype, seed: int
 ) -> None:
     assert_interpreted(compare_gated, num_tokens, inner, activation, dtype, seed)
+
+
+# ---------------------------------------------------------------- compilation
+
+
+def registers_spilled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, num_warps: int) -> int:
+    """Compile for an architecture without a device, and return the bytes of registers that the kernel spills."""
+    import triton
+    from triton import compiler
+    from triton.backends.compiler import GPUTarget
+
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
+    even = [i for i, name in enumerate(names) if signature[name][0] == "*"]
+    source = compiler.ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in even})
+    code = compiler.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
+    tool, name = triton.knobs.nvidia.ptxas, f"sm_{arch}{'a' if arch >= 90 else ''}"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(code.asm["ptx"])
+        file.flush()
+        command = [tool.path, "-v", f"--gpu-name={name}", file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = re.findall(r"(\d+) bytes spill", said)
+    assert spills, said
+    return sum(map(int, spills))
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("width", [96, 4096, 8192])
+def test_kernels_compile_and_spill_no_register(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: int, width: int
+) -> None:
+    """With all parts, and with none that may be left out."""
+    import triton
+
+    from longspan.model import triton_layers as ours
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    names = ("x", "residual", "hidden", "normed", "before", "after", "qkv", "rotated", "cos", "sin", "keys", "values")
+    types = dict.fromkeys((*names, "q_weight", "k_weight", "gate_up", "out"), "*bf16")
+    types |= dict.fromkeys(("blocks", "offsets"), "*i64")
+    types |= dict.fromkeys(("before_epsilon", "after_epsilon", "q_epsilon", "k_epsilon"), "fp32")
+    dim, flags = (128 if width > 96 else 16), {"adds_one": True, "pairs_adjacent": width == 96, "is_silu": width > 96}
+    sizes = {"dim": dim, "rotary_dim": dim, "width": dim, "tile": 16, "columns": 1024, **flags}
+    sizes["padded_width"] = ours.padded(width)
+    optional = ("residual", "hidden", "before", "cos", "sin", "keys", "values", "blocks", "offsets")
+    without = dict.fromkeys((*optional, "q_weight", "k_weight"))
+    for left_out in ({}, without | {"rotary_dim": 0}):
+        kinds = {name: kind for name, kind in types.items() if name not in left_out}
+        for kernel in (ours.norm_kernel, ours.rotate_kernel, ours.gate_kernel):
+            constants = {name: value for name, value in (sizes | left_out).items() if name in kernel.arg_names}
+            own = {name: kind for name, kind in kinds.items() if name in kernel.arg_names}
+            num_warps = ours.num_warps(width) if kernel is ours.norm_kernel else 4
+            assert registers_spilled(kernel, own, constants, arch, num_warps) == 0
 
 
 # ---------------------------------------------------------------- models
@@ -214,7 +272,7 @@ def count_launches(folder: Path, maximum: int | None) -> None:
         computed[0]()
     for names in launches.names.values():
         assert names.count("rotate_kernel") == 1 and "copy_kernel" not in names, "rotation and stores are one launch"
-        assert names.count("norm_kernel") == 3, names
+        assert names.count("norm_kernel") <= 3, names
         if maximum is not None:
             assert len(names) <= maximum, names
 
@@ -226,3 +284,42 @@ def test_a_decode_layer_is_exact_in_few_launches(
     """Experts are computed by their own module, whose launches follow from their number."""
     maximum = None if name == "mixtral" else MAX_LAUNCHES
     assert_interpreted(count_launches, checkpoint(name, folders, tmp_path), maximum)
+
+
+# ---------------------------------------------------------------- prompts
+
+H200_PRODUCT, H200_COPY = 780e12, 4.3e12
+"""FLOP/s of products and bytes/s of copies that an H200 was measured to make."""
+MAX_SHARE = 0.02
+
+
+def share_of_small_operators() -> None:
+    """Count the bytes of everything between the products of a layer of the 8B shape, for 8K tokens without memory."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    from longspan.model.cuda_layers import CudaLayer
+
+    chunk, length, inner, heads, kv_heads, dim = 8192, 1 << 17, 14336, 32, 8, 128
+    width = heads * dim
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads
+    )
+    config._attn_implementation = "eager"
+    spec = AttnSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, window=None, softcap=None)
+    with torch.device("meta"):
+        layer = LlamaDecoderLayer(config, 0).bfloat16()
+        layer.forward = CudaLayer(layer, spec, None)  # type: ignore[method-assign, assignment]
+        hidden, cos, sin = (torch.empty(1, chunk, size, dtype=torch.bfloat16) for size in (width, dim, dim))
+    with torch.no_grad(), Launches({0: layer}, run_kernels=False) as launches:
+        layer(hidden, position_embeddings=(cos, sin), attend=lambda _layer, q, _k, _v: torch.empty_like(q))
+    assert [name for name in launches.names[0] if "kernel" not in name] == ["mm.default"] * 3 + ["addmm_.default"]
+    copy_s = length // chunk * launches.num_bytes[0] / H200_COPY
+    weights = sum(parameter.numel() for parameter in layer.parameters() if parameter.ndim == 2)
+    floor_s = (2 * weights * length + 2 * length**2 * width) / H200_PRODUCT
+    assert 0.01 < copy_s / floor_s <= MAX_SHARE, copy_s / floor_s
+
+
+def test_small_operators_take_two_percent_of_a_prompt(assert_interpreted: Run) -> None:
+    """Of 128K tokens, at measured speeds of an H200."""
+    assert_interpreted(share_of_small_operators)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import numpy as np
@@ -286,7 +286,7 @@ class EagerSteps:
         self.num = 0
         self._run = LayerTrunk.run
 
-    def __enter__(self) -> EagerSteps:
+    def __enter__(self) -> Self:
         run = self._run
 
         def counted(trunk: LayerTrunk, rows: Rows, attend: Any, **arguments: Any) -> Any:
@@ -386,7 +386,7 @@ class LateCopies:
     def __init__(self) -> None:
         self.num_ahead = 0
 
-    def __enter__(self) -> LateCopies:
+    def __enter__(self) -> Self:
         polls: dict[HostCopy, int] = {}
         call = GraphStep.__call__
 

@@ -53,7 +53,7 @@ class Launches(TorchDispatchMode):
         GridExecutor.__call__ = counted
         return super().__enter__()
 
-    def __exit__(self, *reason: Any) -> None:
+    def __exit__(self, *reason: object) -> None:
         from triton.runtime.interpreter import GridExecutor
 
         super().__exit__(*reason)

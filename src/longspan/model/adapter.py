@@ -192,9 +192,7 @@ class Model:
         table.clear()
         return step
 
-    def _graph_step(
-        self, forward: Forward, specs: Mapping[int, AttnSpec], recording: Recording
-    ) -> GraphStep | None:
+    def _graph_step(self, forward: Forward, specs: Mapping[int, AttnSpec], recording: Recording) -> GraphStep | None:
         """Return the recorded steps of the layers in `specs`, if the kernels that compute their attention permit it."""
         from longspan.model.graph_step import GraphStep  # noqa: PLC0415 - CUDA devices alone
 

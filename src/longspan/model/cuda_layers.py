@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,14 +64,14 @@ class CudaLayer:
         names_of_qkv = ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
         self._qkv = _joined([getattr(attention, name) for name in names_of_qkv])
         self._out = _joined([attention.o_proj])
-        self._feed_forward = _feed_forward(layer.mlp, reduce)
+        self._feed_forward = _feed_forward(layer.mlp, self._norms[3], reduce)
 
     def __call__(self, hidden_states: Tensor, *others: object, **arguments: Any) -> Tensor:  # noqa: ANN401
         """Compute hidden states `[1, tokens, hidden]`, as transformers' layers do."""
         attend: Attend = arguments["attend"]
         if getattr(attend, "num_alone", None) is not None:
             return self._own(hidden_states, *others, **arguments)  # type: ignore[no-any-return]
-        before, after, before_mlp, after_mlp = self._norms
+        before, after, before_mlp, _ = self._norms
         hidden = hidden_states[0]
         _, x = add_norm(hidden, after=before)
         rotation = None
@@ -82,17 +81,14 @@ class CudaLayer:
         out = self._attend(linear(x, *self._qkv), rotation, attend)
         attended = _summed(linear(out, *self._out), self._reduce)
         hidden, x = add_norm(attended, residual=hidden, before=after, after=before_mlp)
-        hidden, _ = add_norm(self._feed_forward(x), residual=hidden, before=after_mlp)
-        return hidden[None]
+        return self._feed_forward(x, hidden)[None]
 
     def _attend(self, qkv: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         """Return the attention `[tokens, heads * head_dim]` of the heads in `qkv`."""
         spec, index = self._spec, self._index
         slots = attend.slots(index) if hasattr(attend, "slots") else None
         q_norm, k_norm = self._head_norms
-        heads = rotate(
-            qkv, spec.num_heads, spec.num_kv_heads, rotation, norms=(q_norm, k_norm), slots=slots
-        )
+        heads = rotate(qkv, spec.num_heads, spec.num_kv_heads, rotation, norms=(q_norm, k_norm), slots=slots)
         out: Tensor = attend(index, *heads) if slots is None else attend.attend_stored(index, *heads)  # type: ignore[attr-defined]
         return out.transpose(0, 1).reshape(len(qkv), -1)
 
@@ -127,44 +123,51 @@ def fuse_cuda_layers(
     return replace_forwards(layers, make, cost=_COST, log=log)
 
 
-def _feed_forward(mlp: Any, reduce: Reduce | None) -> Callable[[Tensor], Tensor]:  # noqa: ANN401 - a module, whatever its class
-    """Return the feed-forward part of a layer: the module's own forward for experts, see `_gated`."""
-    names = ["gate_up_proj"] if hasattr(mlp, "gate_up_proj") else ["gate_proj", "up_proj"]
-    if not all(isinstance(getattr(mlp, name, None), nn.Linear) for name in names):
-        return lambda x: mlp(x[None])[0]
-    name = type(getattr(mlp, "act_fn", None) or mlp.activation_fn).__name__
-    if name not in _ACTIVATIONS:
-        raise ValueError(f"the activation {name} is not known to the kernels")
-    gate_up, down = _joined([getattr(mlp, name) for name in names]), _joined([mlp.down_proj])
-    return partial(_gated, gate_up, down, _ACTIVATIONS[name], reduce)
+class _FeedForward:
+    """Adds the feed-forward part of a layer to the residual `hidden [tokens, hidden]`, which it may overwrite.
+
+    Without sums over ranks and a norm, the last product adds the residual itself, which saves a launch.
+    """
+
+    def __init__(self, mlp: Any, after: Norm | None, reduce: Reduce | None) -> None:  # noqa: ANN401 - of any class
+        names = ["gate_up_proj"] if hasattr(mlp, "gate_up_proj") else ["gate_proj", "up_proj"]
+        name = type(getattr(mlp, "act_fn", None) or mlp.activation_fn).__name__
+        if name not in _ACTIVATIONS:
+            raise ValueError(f"the activation {name} is not known to the kernels")
+        self._activation, self._after, self._reduce = _ACTIVATIONS[name], after, reduce
+        self._gate_up, self._down = _joined([getattr(mlp, name) for name in names]), _joined([mlp.down_proj])
+        self._adds = after is None and reduce is None and self._down[1] is None
+
+    def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
+        inner = gated(linear(x, *self._gate_up), self._activation)
+        if self._adds:
+            return hidden.addmm_(inner, self._down[0].t())
+        return add_norm(_summed(linear(inner, *self._down), self._reduce), residual=hidden, before=self._after)[0]
 
 
-def _gated(
-    gate_up: tuple[Tensor, Tensor | None],
-    down: tuple[Tensor, Tensor | None],
-    activation: Activation,
-    reduce: Reduce | None,
-    x: Tensor,
-) -> Tensor:
-    return _summed(linear(gated(linear(x, *gate_up), activation), *down), reduce)
+def _feed_forward(mlp: Any, after: Norm | None, reduce: Reduce | None) -> Callable[[Tensor, Tensor], Tensor]:  # noqa: ANN401 - a module, whatever its class
+    """Return the feed-forward part of a layer. Experts are computed by their own module, which sums over ranks."""
+    if isinstance(getattr(mlp, "down_proj", None), nn.Linear):
+        return _FeedForward(mlp, after, reduce)
+    return lambda x, hidden: add_norm(mlp(x[None])[0], residual=hidden, before=after)[0]
 
 
 def _summed(partial_sum: Tensor, reduce: Reduce | None) -> Tensor:
     return partial_sum if reduce is None else reduce(partial_sum[None])[0]
 
 
-def _joined(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None]:
+def _joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Return the joined weights and biases of linear layers, whose parameters become views of them."""
     for own in linears:
         if type(own) is not nn.Linear:
             raise ValueError(f"it has a {type(own).__name__} where a plain Linear is needed")
     first, *others = linears
     if not others:
-        return first.weight, first.bias  # type: ignore[return-value]  # of a Linear
-    return _join(linears, "weight"), None if first.bias is None else _join(linears, "bias")  # type: ignore[return-value]
+        return first.weight, first.bias
+    return _join(linears, "weight"), None if first.bias is None else _join(linears, "bias")
 
 
-def _join(linears: Sequence[nn.Module], name: str) -> Tensor:
+def _join(linears: Sequence[nn.Linear], name: str) -> Tensor:
     parameters: list[Tensor | None] = [getattr(own, name) for own in linears]
     if any(parameter is None for parameter in parameters):
         raise ValueError("only some of the projections have a bias")

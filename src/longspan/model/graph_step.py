@@ -198,6 +198,7 @@ class GraphStep:
         if len(tokens) > _MAX_ROWS or not self._is_possible:
             return None
         self._set_pool(step.kv)
+        self._sums = step.sums
         inputs = [array.numpy() for array in (tokens, positions, rope_lengths, step.blocks, step.offsets)]
         splits: list[tuple[Numbers, ...]] = []
         if step.plans is not None:
@@ -222,24 +223,22 @@ class GraphStep:
         return result[: len(tokens)]
 
     def _may_record(self, size: _Size) -> bool:
-        """Return whether a step of this size is recorded, now if it was not before.
-
-        All ranks that sum must replay, or none. So sizes with recorded sums are recorded in `prepare` only.
-        """
-        if size in self._graphs:
-            return True
+        """Return whether a step of this size can be recorded."""
         needs_host = not size.context or (self._is_shared and self._sums is None)
-        if size in self._too_large or (needs_host and self._recording.between is None):
-            return False
-        return not self._is_shared
+        return size not in self._too_large and not (needs_host and self._recording.between is None)
 
     def _filled_in_memory(
         self, size: _Size, inputs: Sequence[Numbers], splits: Sequence[Sequence[Numbers]]
     ) -> _Graph | None:
-        """Fill the inputs of a graph, see `_filled`. Return None if there is too little memory to record it."""
+        """Fill the inputs of a graph, see `_filled`. Return None if there is too little memory to record it.
+
+        All ranks that sum must replay the step, or none, so a lack of memory is an error there.
+        """
         try:
             return self._filled(size, inputs, splits)
         except torch.OutOfMemoryError as error:
+            if self._is_shared:
+                raise
             text = "decode steps of up to %d requests with %d tokens each are computed layer by layer: %s"
             _log.warning(text, size.rows, size.context, f"no memory for a CUDA graph ({error!s:.200})")
             self._too_large.add(size)
@@ -293,6 +292,7 @@ class GraphStep:
         """Compute a step to warm up, then record it. Return False, and log the reason, if that is not possible."""
         tokens, positions, rope_lengths, *_ = graph.inputs.arrays
         attend, reduce, sums = self._attend_of(graph), self._reduce_of(graph), self._sums
+        sent_before = Counter() if sums is None else Counter(sums.sent)
 
         def compute() -> Tensor:
             return self._forward(tokens, positions, rope_lengths, attend, graph.hidden, reduce)
@@ -306,7 +306,7 @@ class GraphStep:
         self._reads_host = False
         result = self._results.setdefault(len(tokens), torch.empty_like(computed))
         del computed
-        sent_before = Counter() if sums is None else Counter(sums.sent)
+        recorded_before = Counter() if sums is None else Counter(sums.sent)
         try:
             graph.replay = self._recording.record(lambda: result.copy_(compute()))
         except torch.OutOfMemoryError:
@@ -314,7 +314,9 @@ class GraphStep:
         except RuntimeError as error:
             return self._disable(error)
         if sums is not None:
-            graph.sent = sums.sent - sent_before
+            graph.sent = sums.sent - recorded_before
+            sums.sent.clear()
+            sums.sent.update(sent_before)
         return True
 
     def _attend_of(self, graph: _Graph) -> Attend:
@@ -385,7 +387,8 @@ class CudaRecorder:
         """
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
-        self._pieces = pieces = []
+        pieces: list[Callable[[], None]] = []
+        self._pieces = pieces
         with torch.cuda.stream(self._stream):
             self._begin()
             try:

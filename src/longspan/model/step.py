@@ -63,25 +63,6 @@ def put_sampled(sampled: Sequence[SampledToken], tokens: Tensor) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SingleTokens:
-    """The KV that a step reads and writes if each of its tokens is the only one of its request.
-
-    Attributes:
-        kv: the pools of the rank's layers, in order.
-        blocks, offsets: where the KV of each token is stored, `[tokens]` int64 on the host.
-        plans: of each layer, its reads for one query per token. None if only `Attend` can compute attention and store
-            KV, since messages are exchanged or keys lie on hosts.
-        sent: payload bytes of the step so far, by exchange and link. A step computed as a whole adds its own.
-    """
-
-    blocks: Tensor
-    offsets: Tensor
-    kv: Sequence[PagedKv]
-    plans: Sequence[PagedPlan] | None
-    sent: Counter[tuple[str, Link]] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True, kw_only=True)
 class RecordedSums:
     """Sums over the ranks of tensor parallelism that a device makes without its host.
 
@@ -91,6 +72,27 @@ class RecordedSums:
 
     reduce: Reduce
     sent: Counter[tuple[str, Link]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleTokens:
+    """The KV that a step reads and writes if each of its tokens is the only one of its request.
+
+    Attributes:
+        kv: the pools of the rank's layers, in order.
+        blocks, offsets: where the KV of each token is stored, `[tokens]` int64 on the host.
+        plans: of each layer, its reads for one query per token. None if only `Attend` can compute attention and store
+            KV, since messages are exchanged or keys lie on hosts.
+        sent: payload bytes of the step so far, by exchange and link. A step computed as a whole adds its own.
+        sums: None if messages make the sums over ranks.
+    """
+
+    blocks: Tensor
+    offsets: Tensor
+    kv: Sequence[PagedKv]
+    plans: Sequence[PagedPlan] | None
+    sent: Counter[tuple[str, Link]] = field(default_factory=Counter)
+    sums: RecordedSums | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ def add_norm(
             *(x.stride(0), 0 if residual is None else residual.stride(0), width),
             adds_one=any(norm is not None and norm.adds_one for norm in (before, after)),
             padded_width=padded(width),
-            num_warps=_num_warps(width),
+            num_warps=num_warps(width),
         )
     return hidden, normed
 
@@ -106,7 +106,7 @@ def rotate(
         cos, sin = rotation.cos[0], rotation.sin[0]
         assert cos.is_contiguous() and sin.is_contiguous(), "the kernel reads them as arrays"
     keys = values = blocks = offsets = None
-    strides = (0, 0, 0)
+    strides: tuple[int, ...] = (0, 0, 0)
     if slots is not None:
         keys, values, blocks, offsets = slots.kv.keys, slots.kv.values, slots.blocks, slots.offsets
         assert keys.stride() == values.stride() and keys.stride(3) == 1, "keys and values have the same layout"
@@ -144,7 +144,7 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     return out
 
 
-def _num_warps(width: int) -> int:
+def num_warps(width: int) -> int:
     return max(1, min(16, padded(width) // _WARP_ELEMENTS))
 
 
@@ -278,15 +278,14 @@ def rotate_kernel(
         x = result.to(rotated.dtype.element_ty)
         tl.store(rotated + (token * num_rotated + head)[:, None] * dim + column[None, :], x, mask=whole)
     if keys is not None:
-        if head >= num_heads:
-            block = tl.load(blocks + token, mask=in_rows, other=-1)
-            offset = tl.load(offsets + token, mask=in_rows, other=0)
-            stored = whole & (block >= 0)[:, None]
-            is_key = head < num_rotated
-            own = head - tl.where(is_key, num_heads, num_rotated)
-            slot = (block * kv_block + own * kv_head + offset * kv_row)[:, None] + column[None, :]
-            tl.store(keys + slot, x, mask=stored & is_key)
-            tl.store(values + slot, x, mask=stored & (head >= num_rotated))
+        block = tl.load(blocks + token, mask=in_rows, other=-1)
+        offset = tl.load(offsets + token, mask=in_rows, other=0)
+        stored = whole & (block >= 0)[:, None]
+        is_key, is_value = (head >= num_heads) & (head < num_rotated), head >= num_rotated
+        own = head - tl.where(is_key, num_heads, num_rotated)
+        slot = (block * kv_block + own * kv_head + offset * kv_row)[:, None] + column[None, :]
+        tl.store(keys + slot, x, mask=stored & is_key)
+        tl.store(values + slot, x, mask=stored & is_value)
 
 
 @triton.jit

@@ -115,18 +115,19 @@ class StepAttention:
     def single_tokens(self) -> SingleTokens | None:
         """Return the step's KV reads and writes if every token is the only one of its request, else None.
 
-        The model may then compute the step as a whole. Without exchanges and keys on hosts it need not call this object.
-        Returns None while the stopwatch records times per layer. Every token must be sampled, so that none lies inside
-        a prompt.
+        The model may then compute the step as a whole, without calls of this object if there are plans. Return None
+        while the stopwatch records times per layer. Every token must be sampled, so that none lies inside a prompt.
         """
         packed, num_tokens = self._packed, len(self._packed.tokens)
         if self._watch.enabled or self.num_alone is not None or packed.prompts or len(packed.keep) != num_tokens:
             return None
         kv, slots = self._pool.kv, packed.slots
-        return SingleTokens(blocks=slots.blocks, offsets=slots.offsets, kv=kv, plans=self._plans(), sent=self._comm.sent)
+        return SingleTokens(
+            blocks=slots.blocks, offsets=slots.offsets, kv=kv, plans=self._plans(), sent=self._comm.sent
+        )
 
     def _plans(self) -> Sequence[PagedPlan] | None:
-        """Return the reads of each layer for one query per token. None if the layers exchange messages or read hosts."""
+        """Return the reads of each layer for one query per token. None with messages, or with keys on hosts."""
         packed, num_tokens = self._packed, len(self._packed.tokens)
         if len(packed.channels) != 1 or self._moves is not None:
             return None

@@ -84,26 +84,19 @@ class Rank:
         while True:
             worker = self._worker
             with self._watch.during("controller"):
-                unread = None if worker is None else worker.unread_step
-                is_ready = None if unread is None else unread.copy.is_ready
-                new = inbox.receive(None if worker is None else worker.wakeup, is_ready)
+                new = inbox.receive() if worker is None else inbox.receive(worker.wakeup, worker.is_ready)
             if worker is not None:
                 worker.prepare(new)
-                for report in worker.arrived():
+                for report in worker.collect(is_idle=not inbox.has_commands):
                     send_report(controller, report)
-                if is_ready is not None and not inbox.has_commands and is_ready():
-                    for report in worker.finish():
-                        send_report(controller, report)
             match inbox.next():
                 case messages.Stop():
-                    if worker is not None:
-                        worker.settle(sends=False)
+                    for report in () if worker is None else worker.settle(sends=False):
+                        send_report(controller, report)
                     return worker is None or worker.is_idle
                 case messages.Measure() | messages.RunReshard() as command:
-                    if worker is not None:
-                        for report in worker.finish():
-                            send_report(controller, report)
-                        worker.settle(sends=True)
+                    for report in () if worker is None else worker.settle(sends=True):
+                        send_report(controller, report)
                     del worker  # a device has memory for one share of the model
                     if isinstance(command, messages.Measure):
                         send_report(controller, self._measure())
@@ -229,7 +222,7 @@ class Inbox:
     def has_commands(self) -> bool:
         return bool(self._waiting)
 
-    def receive(self, wakeup: int | None, is_ready: Callable[[], bool] | None = None) -> list[messages.Command]:
+    def receive(self, wakeup: int | None = None, is_ready: Callable[[], bool] | None = None) -> list[messages.Command]:
         """Return newly arrived commands.
 
         If the queue is empty, wait for a command, for the file descriptor `wakeup`, or until `is_ready` returns True.

@@ -88,7 +88,7 @@ class UnreadStep:
 
 
 def can_stay_on_device(packed: Packed, requests: Sequence[RankRequest]) -> bool:
-    """Return whether a step samples one token of each of its requests, and the host needs no logits or earlier token."""
+    """Return whether a step samples one token of each of its requests, and the host reads no logits for them."""
     return (
         0 < len(packed.samples) == len(packed.rows) == len(packed.tokens)
         and not packed.prompts

@@ -21,7 +21,6 @@ from longspan.attn.comm import CommError, Message, Pending, Transport
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.model.adapter import Model
-from longspan.model.step import RecordedSums
 from longspan.model.trunk import Output
 from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
@@ -151,10 +150,7 @@ class Worker:
 
     def _prepare(self, max_num_seqs: int, max_model_len: int) -> None:
         """Prepare decode steps. All ranks do it at the same time, since recorded sums are also made."""
-        sums = None
-        if self._cluster.tp(self._instance) > 1 and self._lanes.inside.sums is not None:
-            comm = self._comm(0)
-            sums = RecordedSums(reduce=comm.all_reduce, sent=comm.sent)
+        sums = self._comm(0).recorded_sums() if self._cluster.tp(self._instance) > 1 else None
         by_pieces = self._cluster.num_instances > 1 or self._host is not None
         self._model.trunk.prepare(self._pool.kv, max_num_seqs, max_model_len, sums=sums, by_pieces=by_pieces)
 
@@ -162,12 +158,18 @@ class Worker:
         num_layers = self._model.info.num_layers
         return StepComm(self._lanes, number, cluster=self._cluster, rank=self._rank, num_layers=num_layers)
 
-    def arrived(self) -> Sequence[messages.Report]:
-        """Return the reports of moves that have completed."""
-        return () if self._moves is None else self._moves.take_arrived()
+    def collect(self, *, is_idle: bool) -> Iterator[messages.Report]:
+        """Yield the reports of completed moves, and if no command waits, of a step whose results have become ready."""
+        yield from () if self._moves is None else self._moves.take_arrived()
+        if is_idle and self._unread_step is not None and self._unread_step.copy.is_ready():
+            yield from self.finish()
 
-    def settle(self, *, sends: bool) -> None:
-        """Read all samples of the last stage. `sends`: wait until all messages to other stages have left, too."""
+    def settle(self, *, sends: bool) -> Iterator[messages.Report]:
+        """Read all samples of the last stage. `sends`: wait until all messages to other stages have left, too.
+
+        Yield the report of the latest step if it was not read.
+        """
+        yield from self.finish()
         self._read_samples(len(self._unread))
         while sends and self._sends:
             self._sends.popleft().wait()
@@ -215,9 +217,9 @@ class Worker:
             yield unread.read(self._requests)
 
     @property
-    def unread_step(self) -> UnreadStep | None:
-        """The latest step, if its results were not read."""
-        return self._unread_step
+    def is_ready(self) -> Callable[[], bool] | None:
+        """Returns whether the results of the latest step are on the host. None if they were read."""
+        return None if self._unread_step is None else self._unread_step.copy.is_ready
 
     def _run(self, forward: Forward) -> Iterator[messages.Done]:
         """Launch this rank's share of a step. Yield the reports of steps whose results the host has read."""
@@ -324,9 +326,7 @@ class Worker:
         """Sample one token per row of `logits [n, vocab]` on the device. The host reads the tokens later."""
         requests = self._sampling(packed)
         draws = [request.draw(one) for request, one in zip(requests, packed.samples, strict=True)]
-        unread = UnreadStep.of(
-            packed, logits, sample_on_device(logits, draws), done, is_reported=not self._shard
-        )
+        unread = UnreadStep.of(packed, logits, sample_on_device(logits, draws), done, is_reported=not self._shard)
         for row, request in enumerate(requests):
             request.on_device = unread.tokens, row
         return unread
