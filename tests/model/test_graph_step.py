@@ -33,7 +33,8 @@ from longspan.attn.paged_splits import NumberBuffer
 from longspan.attn.spec import AttnSpec
 from longspan.model import graph_step
 from longspan.model.adapter import Model
-from longspan.model.graph_step import CudaRecorder, GraphStep, Record, Recording, Replay
+from longspan.model.graph_step import GraphStep
+from longspan.model.recording import CudaRecorder, HostReadError, Record, Recording, Replay, WithoutHostReads
 from longspan.model.source import prepare
 from longspan.model.step import Rows, SampledToken, SingleTokens
 from longspan.model.trunk import LayerTrunk
@@ -519,19 +520,19 @@ def assign(numbers: Tensor) -> None:
 )
 def test_reads_by_the_host_are_found(read: Callable[[Tensor], object]) -> None:
     numbers, places = torch.tensor([1, 0, 2]), torch.tensor([2, 1, 0])
-    with graph_step.WithoutHostReads():
+    with WithoutHostReads():
         numbers[places] = numbers[places] + torch.where(numbers > 1, 0, 1)  # nothing of this does
-        with pytest.raises(graph_step.HostReadError, match="needs values of the device on the host"):
+        with pytest.raises(HostReadError, match="needs values of the device on the host"):
             read(numbers)
 
 
 def test_copies_to_the_host_are_found() -> None:
     """By tensors that only say that they are on a device."""
-    with FakeTensorMode(), graph_step.WithoutHostReads():
+    with FakeTensorMode(), WithoutHostReads():
         there = torch.ones(3, device="cuda") * torch.tensor(2.0)
-        with pytest.raises(graph_step.HostReadError, match="copies values of the device to the host"):
+        with pytest.raises(HostReadError, match="copies values of the device to the host"):
             there.cpu()
-        with pytest.raises(graph_step.HostReadError, match="copies values of the device to the host"):
+        with pytest.raises(HostReadError, match="copies values of the device to the host"):
             torch.empty(3).copy_(there)
 
 

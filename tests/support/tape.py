@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from longspan.attn.comm import Sums
-from longspan.model.graph_step import Replay
+from longspan.model.recording import Replay
 
 
 class Tape:

@@ -27,7 +27,8 @@ from longspan.model.trunk import LayerTrunk, SingleTokenTrunk
 
 if TYPE_CHECKING:
     from longspan.model.fused import Rotary
-    from longspan.model.graph_step import Forward, GraphStep, Recording
+    from longspan.model.graph_step import Forward, GraphStep
+    from longspan.model.recording import Recording
     from longspan.model.shrunken import ShrunkenModel
     from longspan.model.stages import LayerArguments, Stage
     from longspan.model.whole_step import RotaryOf, WholeStep

@@ -26,6 +26,7 @@ from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling, Scored
 from longspan.model.step import Rows
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Draw
+from longspan.runtime.unknown_tokens import UnknownToken
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
@@ -468,17 +469,3 @@ class RankRequests:
         for request_id in request_ids:
             self._requests.pop(request_id, None)
             self.attention.pop(request_id, None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnknownToken:
-    """The last token of a part, sampled by instance `source` in an earlier step, computed by `target` in this step.
-
-    Attributes:
-        row: its index among the packed tokens of `target`. -1 on other ranks.
-    """
-
-    request_id: int
-    source: int
-    target: int
-    row: int

@@ -30,7 +30,7 @@ from longspan.runtime.worker import Transports, Worker, send_report
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
-    from longspan.model.graph_step import Recording
+    from longspan.model.recording import Recording
     from longspan.runtime.device_memory import MemoryProbe
 
 
@@ -251,7 +251,7 @@ def recording_of(backend: AttentionBackend, device: torch.device) -> Recording |
     """Return how to record steps as CUDA graphs. None on CPUs."""
     if device.type != "cuda":
         return None
-    from longspan.model.graph_step import CudaRecorder, Recording  # noqa: PLC0415 - only on CUDA devices
+    from longspan.model.recording import CudaRecorder, Recording  # noqa: PLC0415 - only on CUDA devices
 
     recorder = CudaRecorder()
     return Recording(backend=backend, record=recorder, between=recorder.between)

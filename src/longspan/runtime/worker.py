@@ -9,7 +9,6 @@ import errno
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isnan
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -19,17 +18,18 @@ from torch import Tensor
 
 from longspan.attn.comm import CommError, Message, Pending, Transport
 from longspan.core.cluster import Cluster
-from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
+from longspan.core.steps import Forward
 from longspan.model.adapter import Model
 from longspan.model.trunk import Output
 from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
-from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, pack
+from longspan.runtime.batch import Packed, RankRequest, RankRequests, pack
 from longspan.runtime.pool import KvPool
-from longspan.runtime.run_ahead import UnreadStep, can_stay_on_device, fill_unknown_tokens, needs_host, runs_ahead
-from longspan.runtime.sampling import sample, sample_on_device, token_logprobs
+from longspan.runtime.results import Results, results_of
+from longspan.runtime.sampling import sample, sample_on_device
 from longspan.runtime.step_comm import StepComm, StepLanes
 from longspan.runtime.timing import Stopwatch, TimedTransport
+from longspan.runtime.unknown_tokens import fill_unknown_tokens, needs_host
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
@@ -38,12 +38,9 @@ if TYPE_CHECKING:
     from longspan.runtime.host_pool import HostPool
     from longspan.runtime.layerwise import Layerwise
     from longspan.runtime.moves import Moves, StepMoves
+    from longspan.runtime.run_ahead import UnreadStep
 
-_Results = tuple[tuple[Sampled, ...], tuple[Scored, ...], tuple[int, ...]]
-"""Sampled tokens, scored prompts, and the ids of requests with non-finite numbers."""
 _HIDDEN_HOP, _SAMPLES_HOP = 0, 1
-_LOGITS_TILE = 256
-"""Prompt tokens whose logits are computed at once. The logits of 8K tokens would need more memory than most models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +250,7 @@ class Worker:
             host=self._host,
         )
         output = self._forward(packed, comm, attention)
-        stays = self._runs_ahead and output is not None and can_stay_on_device(packed, self._sampling(packed))
+        stays = self._runs_ahead and output is not None and self._can_stay_on_device(packed)
         sampled, scored, non_finite = ((), (), ()) if output is None or stays else self._results(packed, output, comm)
         attention.finish()
         self._lanes.complete_sends()
@@ -308,22 +305,26 @@ class Worker:
         self._expect_samples(packed, comm)
         return None
 
-    def _results(self, packed: Packed, output: Output, comm: StepComm) -> _Results:
+    def _results(self, packed: Packed, output: Output, comm: StepComm) -> Results:
         """Sample, and send samples to other stages. Return the results to report."""
         tokens = self._sample(packed, output.result)
         self._send_samples(tokens, comm)
         if self._shard:  # every rank of the last stage samples all tokens, the first one reports them
             return (), (), ()
-        sampled = tuple(self._sampled(packed, output.result, tokens))
-        scored = tuple(self._score(prompt, output) for prompt in packed.prompts)
-        nan_ids = (scores.request_id for scores in scored if any(isnan(entry.logprob) for entry in scores.logprobs))
-        return sampled, scored, (*self._non_finite(packed, output, tokens), *nan_ids)
+        return results_of(packed, output, tokens, self._requests)
 
     def _sampling(self, packed: Packed) -> list[RankRequest]:
         return [self._requests[request_id] for request_id in packed.request_ids]
 
+    def _can_stay_on_device(self, packed: Packed) -> bool:
+        """Return whether a step samples one token of each of its requests, and the host reads no logits for them."""
+        is_decode = 0 < len(packed.samples) == len(packed.rows) == len(packed.tokens) and not packed.prompts
+        return is_decode and not any(request.reads_tokens for request in self._sampling(packed))
+
     def _sample_later(self, packed: Packed, logits: Tensor, done: messages.Done) -> UnreadStep:
         """Sample one token per row of `logits [n, vocab]` on the device. The host reads the tokens later."""
+        from longspan.runtime.run_ahead import UnreadStep  # noqa: PLC0415 - only on CUDA devices
+
         requests = self._sampling(packed)
         draws = [request.draw(one) for request, one in zip(requests, packed.samples, strict=True)]
         unread = UnreadStep.of(packed, logits, sample_on_device(logits, draws), done, is_reported=not self._shard)
@@ -384,60 +385,10 @@ class Worker:
             request.last_token, request.on_device = token, None
         return tokens
 
-    def _sampled(self, packed: Packed, logits: Tensor, tokens: Sequence[int]) -> Iterator[Sampled]:
-        """Yield the sampled tokens, with the logits and logprobs that their requests ask for."""
-        requests = self._sampling(packed)
-        logprobs = _logprobs(logits, tokens, requests)
-        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-            data = logits[row].cpu().numpy().tobytes() if request.sampling.output_logits else b""
-            yield Sampled(
-                request_id=packed.request_ids[row],
-                token=token,
-                logits=data,
-                logprobs=logprobs.get(row),
-                error=request.error,
-            )
 
-    def _non_finite(self, packed: Packed, output: Output, tokens: Sequence[int]) -> tuple[int, ...]:
-        """List the requests with final hidden states or logits `[n, vocab]` that are NaN or infinite.
-
-        The residual stream carries NaN or infinity from any layer to the token's final hidden state and its logits.
-        `sample` prefers NaN and infinity, so checking the sampled token's logit is enough. A logit of -inf excludes a
-        token: it is sampled only if all logits are -inf.
-        """
-        finite: dict[int, bool] = {}
-        if tokens:
-            logits = output.result
-            chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
-            finite.update(zip(packed.request_ids, chosen.isfinite().tolist(), strict=True))
-        chunks = [(i, rows) for i, rows in packed.rows if rows.stop - rows.start > 1 or i not in finite]
-        if chunks:
-            # The sum needs one pass, and is finite only if all numbers are finite.
-            assert output.last_hidden is not None, "such a step is computed layer by layer"
-            are_finite = output.last_hidden.sum(dim=-1, dtype=torch.float32).isfinite()
-            all_finite = torch.stack([are_finite[rows].all() for _, rows in chunks]).tolist()
-            for (request_id, _), is_finite in zip(chunks, all_finite, strict=True):
-                finite[request_id] = finite.get(request_id, True) and is_finite
-        return tuple(request_id for request_id, is_finite in finite.items() if not is_finite)
-
-    def _score(self, prompt: PromptRows, output: Output) -> Scored:
-        """Return the logprobs of prompt tokens. Compute their logits one tile of tokens at a time."""
-        num_top = self._requests[prompt.request_id].sampling.prompt_logprobs or 0
-        logprobs: list[TokenLogprobs] = []
-        for start in range(0, len(prompt.rows), _LOGITS_TILE):
-            targets = prompt.targets[start : start + _LOGITS_TILE]
-            logits = output.logits(prompt.rows[start : start + _LOGITS_TILE])
-            logprobs += token_logprobs(logits, targets, [num_top] * len(targets))
-        return Scored(request_id=prompt.request_id, positions=prompt.positions, logprobs=tuple(logprobs))
-
-
-def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequest]) -> dict[int, TokenLogprobs]:
-    requested = enumerate(request.sampling.logprobs for request in requests)
-    num_top = {row: number for row, number in requested if number is not None}
-    if not num_top:
-        return {}
-    logprobs = token_logprobs(logits[list(num_top)], [tokens[row] for row in num_top], list(num_top.values()))
-    return dict(zip(num_top, logprobs, strict=True))
+def runs_ahead(device: torch.device) -> bool:
+    """Return whether steps are launched before the results of the step before are read."""
+    return device.type == "cuda"
 
 
 def send_report(controller: zmq.Socket[bytes], report: messages.Report) -> None:
