@@ -25,7 +25,10 @@ from transformers import Gemma3TextConfig, GemmaConfig, PreTrainedConfig, SeedOs
 from longspan.attn.backends import NOWHERE
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.model.step import KvSlots
+from longspan.model.adapter import Model
+from longspan.model.fused import ReplacedForward
+from longspan.model.source import prepare
+from longspan.model.step import KvSlots, Rows
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
@@ -284,6 +287,40 @@ def test_a_decode_layer_is_exact_in_few_launches(
     """Experts are computed by their own module, whose launches follow from their number."""
     maximum = None if name == "mixtral" else MAX_LAUNCHES
     assert_interpreted(count_launches, checkpoint(name, folders, tmp_path), maximum)
+
+
+def compare_shares(folder: Path) -> None:
+    """Compute shares of the heads and of the layers by kernels and by transformers' layers."""
+    files, device = prepare(str(folder), dtype="float32"), torch.device("cpu")
+    numbers = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 199, (5,), generator=numbers)
+    positions = torch.tensor([0, 40, 3, 17, 2000])
+    rows = Rows(tokens=tokens, positions=positions, keep=torch.arange(5), rope_lengths=positions + 1)
+
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        num_readers = len(q) // len(k)
+        return q + (k * v).repeat_interleave(num_readers, 0)[: len(q)]
+
+    splits: tuple[dict[str, Any], ...] = ({"tp": 3, "tp_index": 2}, {"layers": range(2)}, {"layers": range(2, 3)})
+    for split in splits:
+        results = []
+        for triton in (False, True):
+            model = Model(files, device, triton=triton, **split)
+            hidden = None
+            if model.stage is not None and not model.stage.is_first:
+                hidden = torch.randn(1, 5, model.stage.width, generator=numbers.manual_seed(1))
+            reduce = (lambda partial: 1.5 * partial) if "tp" in split else None
+            results.append(model.trunk.run(rows, attend, hidden=hidden, reduce=reduce).result)
+        replaced = [isinstance(layer.forward, ReplacedForward) for layer in model.layers.values()]
+        assert all(replaced), model.fallbacks
+        torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "seed_oss", "mixtral"])
+def test_shares_are_those_of_transformers(
+    assert_interpreted: Run, folders: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    assert_interpreted(compare_shares, checkpoint(name, folders, tmp_path))
 
 
 # ---------------------------------------------------------------- prompts

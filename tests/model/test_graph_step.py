@@ -181,7 +181,7 @@ def test_prepared_sizes_are_recorded_once(folders: dict[str, Path], name: str) -
     """Graphs of 1, 2 and 4 tokens, each with space for contexts of 256 and of 1,024 tokens."""
     tape = Tape()
     decodes = Decodes(folders[name], tape, Recordable())
-    decodes.model.trunk.prepare(decodes.kv, 3, 1000)
+    assert [*decodes.model.trunk.prepare(decodes.kv, 3, 1000)] == [(number, 6) for number in range(1, 7)]
     assert (tape.num_recorded, tape.num_replayed) == (6, 0)
     for stops in ((1,), (900, 2), (300, 280, 310), (255,), (700, 1, 1, 200)):
         decodes.step(*stops)
@@ -192,7 +192,8 @@ def test_prepared_sizes_end_with_the_pool(tiny: Path) -> None:
     """The pool has 1,280 tokens, so that two requests without common blocks have at most 640 tokens on average."""
     tape = Tape()
     decodes = Decodes(tiny, tape, Recordable())
-    decodes.model.trunk.prepare(decodes.kv, 8, 10**6)
+    for _ in decodes.model.trunk.prepare(decodes.kv, 8, 10**6):
+        pass
     assert sorted((size.rows, size.context) for size in decodes.model.trunk.step._graphs) == [
         *[(1, 256), (1, 1024), (1, 4096)],
         *[(2, 256), (2, 1024)],
@@ -277,7 +278,7 @@ def test_a_size_without_memory_for_its_graph_is_computed_by_layers(
 def test_a_start_without_memory_for_all_graphs_raises(tiny: Path) -> None:
     decodes = Decodes(tiny, Full(max_rows=2), Recordable())
     with pytest.raises(torch.OutOfMemoryError):
-        decodes.model.trunk.prepare(decodes.kv, 4, 100)
+        list(decodes.model.trunk.prepare(decodes.kv, 4, 100))
 
 
 class EagerSteps:

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from longspan.attn.spec import AttnSpec
-from longspan.model.fused import FAMILIES, check_known, compare, few_positions, norm_of, replace_forwards, settings_of
+from longspan.model.fused import (
+    FAMILIES,
+    ReplacedForward,
+    check_known,
+    compare,
+    few_positions,
+    norm_of,
+    replace_forwards,
+    settings_of,
+)
 from longspan.model.step import Attend, Reduce
 from longspan.model.triton_layers import MAX_WIDTH, Activation, Norm, Rotation, add_norm, gated, rotate
 
@@ -37,8 +46,8 @@ _NORMS = (
 _ACTIVATIONS: dict[str, Activation] = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
 
 
-class CudaLayer:
-    """The forward of one decoder layer.
+class CudaLayer(ReplacedForward):
+    """The forward of one decoder layer on CUDA devices.
 
     Args:
         layer: the module. Its own forward still computes steps with layerwise exchanges. Raise ValueError for a form

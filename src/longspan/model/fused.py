@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -34,7 +35,6 @@ COST = "a decode step can take twice as long"
 """The cost of PyTorch's operators: half of a decode step of the default model (`docs/design.md`)."""
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
-Fused = TypeVar("Fused", bound=Callable[..., Tensor])
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines `[1, tokens, rotary_dim]`."""
 LevelsOf = Mapping[int, Levels]
@@ -123,8 +123,19 @@ class Product:
         return outs
 
 
-class FusedLayer:
-    """The forward of one decoder layer.
+class ReplacedForward(ABC):
+    """The forward of one decoder layer by kernels of our own."""
+
+    @abstractmethod
+    def __call__(self, hidden_states: Tensor, *others: object, **arguments: Any) -> Tensor:  # noqa: ANN401
+        """Compute hidden states `[1, tokens, hidden]`, as transformers' layers do."""
+
+
+Fused = TypeVar("Fused", bound=ReplacedForward)
+
+
+class FusedLayer(ReplacedForward):
+    """The forward of one decoder layer on CPUs.
 
     Args:
         layer: the module. Its own forward still computes steps with layerwise exchanges. Raise ValueError for another

@@ -112,8 +112,10 @@ class GraphStep:
         *,
         sums: RecordedSums | None = None,
         by_pieces: bool = False,
-    ) -> None:
+    ) -> Iterator[tuple[int, int]]:
         """Record the graphs of steps of up to `max_rows` tokens, with contexts of up to `max_context` tokens.
+
+        Yield the number of recorded graphs and the number of all graphs, after each recording.
 
         Sizes are left out if the pool is full before a step needs them. Only steps whose requests share blocks need
         such sizes. They are recorded when they occur.
@@ -132,13 +134,12 @@ class GraphStep:
         ]
         if by_pieces and self._recording.between is not None:
             sizes += [_Size(rows, 0) for rows in reversed(_up_to(min(max_rows, _MAX_ROWS), 1, 2))]
-        from tqdm import tqdm  # noqa: PLC0415 - only at the start of engines on CUDA devices
-
-        for size in tqdm(sizes, desc="CUDA graphs", unit="graph", dynamic_ncols=True, disable=None):
+        for number, size in enumerate(sizes, 1):
             no_inputs = [_NOTHING] * len(_INPUT_PADDING)
             no_splits = [[_NOTHING] * len(PagedSplits._fields)] * (len(self._first_layers) if size.context else 0)
             if self._filled(size, no_inputs, no_splits) is None:
                 return
+            yield number, len(sizes)
         _log.info("%d CUDA graphs of decode steps recorded in %.1f s", len(self._graphs), time.monotonic() - begun_s)
 
     def __call__(

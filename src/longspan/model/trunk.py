@@ -6,7 +6,7 @@ context length, agreed with the modules. A CUDA graph replays the operators of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -104,16 +104,9 @@ class LayerTrunk:
         """Return the output of a step from the rows that `all_rows` computes."""
         return Output(result=rows.float() if self._is_last else rows[None])
 
-    def prepare(
-        self,
-        kv: Sequence[PagedKv],
-        max_rows: int,
-        max_context: int,
-        *,
-        sums: RecordedSums | None = None,
-        by_pieces: bool = False,
-    ) -> None:
+    def prepare(self, *_sizes: object, **_others: object) -> Iterator[tuple[int, int]]:
         """Do nothing: only recorded steps are prepared."""
+        return iter(())
 
     def release_pool(self) -> None:
         """Do nothing: this trunk reads KV through `attend` only."""
@@ -159,9 +152,9 @@ class SingleTokenTrunk:
         *,
         sums: RecordedSums | None = None,
         by_pieces: bool = False,
-    ) -> None:
+    ) -> Iterator[tuple[int, int]]:
         """Prepare steps of up to `max_rows` single tokens, see `GraphStep.prepare`."""
-        self.step.prepare(kv, max_rows, max_context, sums=sums, by_pieces=by_pieces)
+        return self.step.prepare(kv, max_rows, max_context, sums=sums, by_pieces=by_pieces)
 
     def release_pool(self) -> None:
         """Release the KV pool that the latest step read in place."""

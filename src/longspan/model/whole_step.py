@@ -7,7 +7,7 @@ Python would find its code and data evicted after each kernel.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -107,8 +107,11 @@ class WholeStep:
         self._chain.run()
         return self._logits[:num_tokens]
 
-    def prepare(self, _kv: Sequence[PagedKv], _max_rows: int, _max_context: int, **_others: object) -> None:
+    def prepare(
+        self, _kv: Sequence[PagedKv], _max_rows: int, _max_context: int, **_others: object
+    ) -> Iterator[tuple[int, int]]:
         """Do nothing: kernels are called with the addresses of each step."""
+        return iter(())
 
     def release_pool(self) -> None:
         """Release the KV pool of the latest step."""

@@ -60,6 +60,11 @@ class Packed(Rows):
     unknown: tuple[UnknownToken, ...]
     prompts: tuple[PromptRows, ...]
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether every token of the step is the only one of its request, and the next one is sampled after it."""
+        return 0 < len(self.samples) == len(self.rows) == len(self.tokens) and not self.prompts
+
     def attention(self) -> list[Scored]:
         """Return the reports of `Channel.ratings`, after the step."""
         return [scored for channel in self.channels if channel.ratings for scored in channel.ratings.scored()]

@@ -142,14 +142,15 @@ class Worker:
             case messages.RunFree(step):
                 self._requests.forget(step.request_ids)
             case messages.Prepare(max_num_seqs, max_model_len):
-                self._prepare(max_num_seqs, max_model_len)
+                for num_done, num_graphs in self._prepare(max_num_seqs, max_model_len):
+                    yield messages.Prepared(self._rank, num_done, num_graphs)
                 yield messages.Ready(rank=self._rank)
 
-    def _prepare(self, max_num_seqs: int, max_model_len: int) -> None:
+    def _prepare(self, max_num_seqs: int, max_model_len: int) -> Iterator[tuple[int, int]]:
         """Prepare decode steps. All ranks do it at the same time, since recorded sums are also made."""
         sums = self._comm(0).recorded_sums() if self._cluster.tp(self._instance) > 1 else None
         by_pieces = self._cluster.num_instances > 1 or self._host is not None
-        self._model.trunk.prepare(self._pool.kv, max_num_seqs, max_model_len, sums=sums, by_pieces=by_pieces)
+        return self._model.trunk.prepare(self._pool.kv, max_num_seqs, max_model_len, sums=sums, by_pieces=by_pieces)
 
     def _comm(self, number: int) -> StepComm:
         num_layers = self._model.info.num_layers
@@ -250,7 +251,8 @@ class Worker:
             host=self._host,
         )
         output = self._forward(packed, comm, attention)
-        stays = self._runs_ahead and output is not None and self._can_stay_on_device(packed)
+        stays = self._runs_ahead and output is not None and packed.is_decode
+        stays = stays and not any(request.reads_tokens for request in self._sampling(packed))
         sampled, scored, non_finite = ((), (), ()) if output is None or stays else self._results(packed, output, comm)
         attention.finish()
         self._lanes.complete_sends()
@@ -315,11 +317,6 @@ class Worker:
 
     def _sampling(self, packed: Packed) -> list[RankRequest]:
         return [self._requests[request_id] for request_id in packed.request_ids]
-
-    def _can_stay_on_device(self, packed: Packed) -> bool:
-        """Return whether a step samples one token of each of its requests, and the host reads no logits for them."""
-        is_decode = 0 < len(packed.samples) == len(packed.rows) == len(packed.tokens) and not packed.prompts
-        return is_decode and not any(request.reads_tokens for request in self._sampling(packed))
 
     def _sample_later(self, packed: Packed, logits: Tensor, done: messages.Done) -> UnreadStep:
         """Sample one token per row of `logits [n, vocab]` on the device. The host reads the tokens later."""
