@@ -196,8 +196,10 @@ def test_gates_are_those_of_float64(
 # ---------------------------------------------------------------- compilation
 
 
-def registers_spilled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, num_warps: int) -> int:
-    """Compile for an architecture without a device, and return the bytes of registers that the kernel spills."""
+def bytes_beyond_registers(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, num_warps: int
+) -> int:
+    """Compile for an architecture without a device, and return the bytes that do not fit into registers."""
     import triton
     from triton import compiler
     from triton.backends.compiler import GPUTarget
@@ -220,7 +222,7 @@ def registers_spilled(kernel: Any, types: dict[str, str], constants: dict[str, A
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("width", [96, 4096, 8192])
-def test_kernels_compile_and_spill_no_register(
+def test_kernels_compile_and_fit_into_registers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: int, width: int
 ) -> None:
     """With all parts, and with none that may be left out."""
@@ -244,7 +246,7 @@ def test_kernels_compile_and_spill_no_register(
             constants = {name: value for name, value in (sizes | left_out).items() if name in kernel.arg_names}
             own = {name: kind for name, kind in kinds.items() if name in kernel.arg_names}
             num_warps = ours.num_warps(width) if kernel is ours.norm_kernel else 4
-            assert registers_spilled(kernel, own, constants, arch, num_warps) == 0
+            assert bytes_beyond_registers(kernel, own, constants, arch, num_warps) == 0
 
 
 # ---------------------------------------------------------------- models

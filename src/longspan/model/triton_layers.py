@@ -1,7 +1,7 @@
 """Triton kernels for the small operators of decoder layers: norms, rotary embeddings, gates and stores of KV.
 
 Each kernel computes in float32 and rounds its results once. A row of a result depends on the same row of the inputs
-only, so other tokens of the batch do not change a bit of it.
+only. So other tokens of the batch do not change a bit of it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def rotate(
     norms: tuple[Norm | None, Norm | None] = (None, None),
     slots: KvSlots | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise and rotate the heads of queries and keys, and store keys and values, in one launch.
+    """Apply norms and rotary embedding to queries and keys, and store keys and values, in one launch.
 
     Args:
         qkv: `[tokens, (num_heads + 2 * num_kv_heads) * head_dim]`.
@@ -223,9 +223,9 @@ def rotate_kernel(
     width: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Normalise and rotate one head of a tile of tokens. Keys and values are stored in the slots of the tokens.
+    """Apply the norm and the rotary embedding to one head of a tile of tokens.
 
-    Tokens of blocks below 0 are not stored.
+    Keys and values are stored in the slots of the tokens. Tokens of blocks below 0 are not stored.
     """
     token = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     head = tl.program_id(1).to(tl.int64)

@@ -132,7 +132,7 @@ class Worker:
     def execute(self, command: messages.WorkerCommand) -> Iterator[messages.Report]:
         """Execute a command, and yield its reports, also those of the step before that were not read."""
         if isinstance(command, messages.RunForward):
-            yield from self._run(command.step)
+            yield from self.run(command.step)
             return
         yield from self.finish()
         match command:
@@ -203,11 +203,6 @@ class Worker:
             self._layerwise.close()
         self._model.trunk.release_pool()
 
-    def run(self, forward: Forward) -> messages.Done:
-        """Compute this rank's share of a step, and sample."""
-        *_, done = (*self._run(forward), *self.finish())
-        return done
-
     def finish(self) -> Iterator[messages.Done]:
         """Wait for the results of the latest step if they were not read, and yield its report."""
         unread, self._unread_step = self._unread_step, None
@@ -219,7 +214,7 @@ class Worker:
         """Returns whether the results of the latest step are on the host. None if they were read."""
         return None if self._unread_step is None else self._unread_step.copy.is_ready
 
-    def _run(self, forward: Forward) -> Iterator[messages.Done]:
+    def run(self, forward: Forward) -> Iterator[messages.Done]:
         """Launch this rank's share of a step. Yield the reports of steps whose results the host has read."""
         packed = pack(
             forward,
