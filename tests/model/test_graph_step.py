@@ -17,6 +17,7 @@ import pytest
 import torch
 from engines import InOrderLauncher, ThreadLLM
 from interpreted import Run
+from late_copies import LateCopies
 from oracle import Oracle, assert_exact
 from tape import Tape, recordable_sums
 from thread_launcher import ThreadLauncher
@@ -33,14 +34,12 @@ from longspan.attn.paged_splits import NumberBuffer
 from longspan.attn.spec import AttnSpec
 from longspan.model import graph_step
 from longspan.model.adapter import Model
-from longspan.model.graph_step import GraphStep
 from longspan.model.recording import CudaRecorder, HostReadError, Record, Recording, Replay, WithoutHostReads
 from longspan.model.source import prepare
-from longspan.model.step import Rows, SampledToken, SingleTokens
+from longspan.model.step import Rows, SingleTokens
 from longspan.model.trunk import LayerTrunk
-from longspan.runtime import rank, worker
+from longspan.runtime import rank
 from longspan.runtime.batch import Packed
-from longspan.runtime.run_ahead import HostCopy
 from longspan.runtime.worker import Transports
 from longspan.service import Service
 
@@ -380,38 +379,6 @@ def test_no_decode_step_of_an_engine_is_eager(tiny: Path, oracle: Oracle, parall
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert_exact(output, oracle.complete(prompt, NUM_TOKENS))
     assert all(tape.num_recorded and tape.num_replayed for tape in tapes)
-
-
-class LateCopies:
-    """Lets engines on CPUs read tokens late, as a device that is busy, and counts steps that read unread tokens."""
-
-    def __init__(self) -> None:
-        self.num_ahead = 0
-
-    def __enter__(self) -> Self:
-        polls: dict[HostCopy, int] = {}
-        call = GraphStep.__call__
-
-        def is_ready(copy: HostCopy) -> bool:
-            polls[copy] = polls.get(copy, 0) + 1
-            return polls[copy] > 2000
-
-        def counted(step: GraphStep, *row: Any, sampled: Sequence[SampledToken] = (), **others: Any) -> Any:
-            self.num_ahead += bool(sampled)
-            return call(step, *row, sampled=sampled, **others)
-
-        self._patches = [
-            mock.patch.object(worker, "runs_ahead", return_value=True),
-            mock.patch.object(HostCopy, "is_ready", is_ready),
-            mock.patch.object(GraphStep, "__call__", counted),
-        ]
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for patch in self._patches:
-            patch.stop()
 
 
 RANDOM = SamplingParams(temperature=1.5, top_p=0.9, top_k=50, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -373,10 +373,9 @@ class RankRequest:
         return counts or sampling.logprobs is not None or sampling.output_logits
 
     def read_token(self, token: int, tokens: Tensor) -> None:
-        """Record a token that the host has read from `tokens` on the device."""
-        self.last_token = token
+        """Record a token that the host has read from `tokens` on the device, unless a later one was sampled."""
         if self.on_device is not None and self.on_device[0] is tokens:
-            self.on_device = None
+            self.last_token, self.on_device = token, None
 
     def apply(self, part: Part) -> None:
         """Append a part's new blocks and count its new output tokens."""
