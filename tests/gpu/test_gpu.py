@@ -17,7 +17,7 @@ from tiny_models import TINY
 from torch import Tensor
 
 from longspan import LLM, SamplingParams
-from longspan.model.graph_step import CudaRecorder, Replay
+from longspan.model.recording import CudaRecorder, Replay
 
 pytestmark = [
     pytest.mark.gpu,

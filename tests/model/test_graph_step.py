@@ -5,23 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from engines import ThreadLLM
+from engines import InOrderLauncher, ThreadLLM
 from interpreted import Run
-from tape import Tape
+from late_copies import LateCopies
+from oracle import Oracle, assert_exact
+from tape import Tape, recordable_sums
+from thread_launcher import ThreadLauncher
 from tiny_models import TINY, write_checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longspan import SamplingParams
+from longspan import RequestOutput, SamplingParams
 from longspan.attn import paged_splits
 from longspan.attn.backends import NOWHERE, Partial
 from longspan.attn.backends.pytorch import AttentionBackend, TorchCpu
@@ -30,11 +34,14 @@ from longspan.attn.paged_splits import NumberBuffer
 from longspan.attn.spec import AttnSpec
 from longspan.model import graph_step
 from longspan.model.adapter import Model
-from longspan.model.graph_step import CudaRecorder, Record, Recording, Replay
+from longspan.model.recording import CudaRecorder, HostReadError, Record, Recording, Replay, WithoutHostReads
 from longspan.model.source import prepare
 from longspan.model.step import Rows, SingleTokens
 from longspan.model.trunk import LayerTrunk
 from longspan.runtime import rank
+from longspan.runtime.batch import Packed
+from longspan.runtime.worker import Transports
+from longspan.service import Service
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK_SIZE, NUM_BLOCKS = 16, 80
@@ -84,10 +91,12 @@ class Recordable(TorchCpu):
 class Decodes:
     """A model that records, and steps of single tokens of it, each computed layer by layer, too."""
 
-    def __init__(self, folder: Path, record: Record, backend: AttentionBackend, device: str = "cpu") -> None:
+    def __init__(
+        self, folder: Path, record: Record, backend: AttentionBackend, device: str = "cpu", *, triton: bool = False
+    ) -> None:
         self.device, self.backend = torch.device(device), backend
         recording = Recording(backend=self.backend, record=record)
-        self.model = Model(prepare(str(folder), dtype="float32"), self.device, recording=recording)
+        self.model = Model(prepare(str(folder), dtype="float32"), self.device, recording=recording, triton=triton)
         self.specs = self.model.specs
         self.change_pool(0)
 
@@ -171,7 +180,7 @@ def test_prepared_sizes_are_recorded_once(folders: dict[str, Path], name: str) -
     """Graphs of 1, 2 and 4 tokens, each with space for contexts of 256 and of 1,024 tokens."""
     tape = Tape()
     decodes = Decodes(folders[name], tape, Recordable())
-    decodes.model.trunk.prepare(decodes.kv, 3, 1000)
+    assert [*decodes.model.trunk.prepare(decodes.kv, 3, 1000)] == [(number, 6) for number in range(1, 7)]
     assert (tape.num_recorded, tape.num_replayed) == (6, 0)
     for stops in ((1,), (900, 2), (300, 280, 310), (255,), (700, 1, 1, 200)):
         decodes.step(*stops)
@@ -182,7 +191,8 @@ def test_prepared_sizes_end_with_the_pool(tiny: Path) -> None:
     """The pool has 1,280 tokens, so that two requests without common blocks have at most 640 tokens on average."""
     tape = Tape()
     decodes = Decodes(tiny, tape, Recordable())
-    decodes.model.trunk.prepare(decodes.kv, 8, 10**6)
+    for _ in decodes.model.trunk.prepare(decodes.kv, 8, 10**6):
+        pass
     assert sorted((size.rows, size.context) for size in decodes.model.trunk.step._graphs) == [
         *[(1, 256), (1, 1024), (1, 4096)],
         *[(2, 256), (2, 1024)],
@@ -267,47 +277,156 @@ def test_a_size_without_memory_for_its_graph_is_computed_by_layers(
 def test_a_start_without_memory_for_all_graphs_raises(tiny: Path) -> None:
     decodes = Decodes(tiny, Full(max_rows=2), Recordable())
     with pytest.raises(torch.OutOfMemoryError):
-        decodes.model.trunk.prepare(decodes.kv, 4, 100)
+        list(decodes.model.trunk.prepare(decodes.kv, 4, 100))
 
 
-def decode(folder: Path, backend: AttentionBackend, *, enforce_eager: bool) -> tuple[list[list[int]], Tape]:
-    """Generates by an engine that records on the CPU."""
-    tape = Tape()
-    recording = Recording(backend=backend, record=tape)
+class EagerSteps:
+    """Counts the decode steps of engines that are computed layer by layer, and not by replays."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._run = LayerTrunk.run
+
+    def __enter__(self) -> Self:
+        run = self._run
+
+        def counted(trunk: LayerTrunk, rows: Rows, attend: Any, **arguments: Any) -> Any:
+            if isinstance(rows, Packed) and len(rows.keep) == len(rows.tokens):
+                self.num += 1
+            return run(trunk, rows, attend, **arguments)
+
+        LayerTrunk.run = counted  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        LayerTrunk.run = self._run  # type: ignore[method-assign]
+
+
+class RecordableLauncher(InOrderLauncher):
+    """Ranks whose sums a tape records, as CUDA graphs record those of NCCL."""
+
+    def transports(self, rank: int, num_ranks: int) -> Transports:
+        transports = super().transports(rank, num_ranks)
+        inside: Any = transports.steps.inside
+        inside.sums = recordable_sums(inside.sums)
+        return transports
+
+
+class RecordableLLM(ThreadLLM):
+    make_service = partial(Service, launcher=RecordableLauncher)
+
+
+class MessageLLM(ThreadLLM):
+    """Ranks that sum by messages, as gloo's do."""
+
+    make_service = partial(Service, launcher=ThreadLauncher)
+
+
+@contextmanager
+def engine(
+    folder: Path, *, llm_class: type[ThreadLLM] = RecordableLLM, **given: Any
+) -> Iterator[tuple[ThreadLLM, list[Tape]]]:
+    """Start an engine that records on the CPU. Each rank has a tape."""
+    backend, tapes = Recordable(), list[Tape]()
+
+    def recording_of(_backend: object, _device: object) -> Recording:
+        tapes.append(Tape())
+        return Recording(backend=backend, record=tapes[-1], between=tapes[-1].between)
+
+    defaults = {"block_size": 16, "num_gpu_blocks_override": 24, "max_model_len": 128, "max_num_seqs": 3}
     with (
         mock.patch.object(rank, "backend_of", return_value=backend),
-        mock.patch.object(rank, "recording_of", return_value=recording),
-        ThreadLLM(
-            str(folder),
-            skip_tokenizer_init=True,
-            block_size=16,
-            num_gpu_blocks_override=24,
-            max_model_len=128,
-            max_num_seqs=3,
-            enforce_eager=enforce_eager,
-        ) as llm,
+        mock.patch.object(rank, "recording_of", side_effect=recording_of),
+        llm_class(str(folder), skip_tokenizer_init=True, **{**defaults, **given}) as llm,
     ):
         llm.service.executor.prepare(3, 128)  # as engines on CUDA devices
-        prepared = tape.num_recorded
-        prompts = [[5, 6, 7], [8] * 40, list(range(30))]
-        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-        outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-        assert tape.num_recorded == prepared, "requests meet prepared steps only"
-        return outputs, tape
+        yield llm, tapes
 
 
-def test_an_engine_decodes_by_replays_unless_it_is_eager(tiny: Path) -> None:
-    (graphs, tape), (eager, unused) = (decode(tiny, Recordable(), enforce_eager=flag) for flag in (False, True))
-    assert graphs == eager and unused.num_recorded == 0
-    assert tape.num_replayed >= 23 > tape.num_recorded > 0
+NUM_TOKENS = 12
+PROMPTS = [[5, 6, 7], [8] * 100, list(range(30))]
 
 
-def test_a_share_of_a_model_is_not_recorded(tiny: Path) -> None:
-    tape = Tape()
-    recording = Recording(backend=Recordable(), record=tape)
-    files = prepare(str(tiny), dtype="float32")
-    for split in ({"tp": 2}, {"layers": range(2)}):
-        assert isinstance(Model(files, torch.device("cpu"), recording=recording, **split).trunk, LayerTrunk)  # type: ignore[arg-type]
+def decode(folder: Path, **given: Any) -> tuple[list[RequestOutput], list[Tape]]:
+    """Generate, with replays of prepared steps unless `enforce_eager` is given."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, output_logits=True)
+    with engine(folder, **given) as (llm, tapes), EagerSteps() as eager:
+        prepared = [tape.num_recorded for tape in tapes]
+        outputs = llm.generate(PROMPTS, params)
+        assert [tape.num_recorded for tape in tapes] == prepared, "requests meet prepared steps only"
+        assert given.get("enforce_eager") or eager.num == 0
+    return outputs, tapes
+
+
+SHARED = {"policy": "context", "policy_options": {"threshold": "20"}}
+"""Long prompts are shared by all instances, and decoded by `ring_q`."""
+PARALLEL: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp3": {"tp": 3},
+    "tp2 by messages": {"tp": 2, "llm_class": MessageLLM},
+    "pp2": {"pp": 2},
+    "tp2pp2": {"parallel": "tp2pp2"},
+    "ring_q": {"instances": 2, **SHARED},
+    "ring_q of tp2": {"parallel": "2xtp2", **SHARED},
+    "keys on hosts": {"host_kv_gib": 0.02, "num_gpu_blocks_override": 6},
+}
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_no_decode_step_of_an_engine_is_eager(tiny: Path, oracle: Oracle, parallel: str) -> None:
+    """Every rank replays, and the tokens are those of transformers."""
+    outputs, tapes = decode(tiny, **PARALLEL[parallel])
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert_exact(output, oracle.complete(prompt, NUM_TOKENS))
+    assert all(tape.num_recorded and tape.num_replayed for tape in tapes)
+
+
+RANDOM = SamplingParams(temperature=1.5, top_p=0.9, top_k=50, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True)
+SAMPLED = [
+    SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+    replace(RANDOM, min_tokens=5),
+    RANDOM,
+]
+
+
+@pytest.mark.parametrize("parallel", ["one", "tp3", "ring_q", "pp2"])
+def test_tokens_stay_on_the_device_between_steps(tiny: Path, parallel: str) -> None:
+    """The next step is launched before the host has read the tokens. They are the same. Stages send theirs."""
+    with engine(tiny, **PARALLEL[parallel]) as (llm, _):
+        wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, SAMPLED)]
+    with LateCopies() as late, engine(tiny, **PARALLEL[parallel]) as (llm, _):
+        found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, SAMPLED)]
+    assert found == wanted
+    if parallel == "pp2":
+        assert late.num_ahead == 0
+    else:
+        assert late.num_ahead >= NUM_TOKENS - 3
+
+
+@pytest.mark.parametrize("needs", [{"logprobs": 1}, {"repetition_penalty": 1.5}, {"output_logits": True}])
+def test_the_host_reads_the_tokens_that_it_needs_before_the_next_step(tiny: Path, needs: dict[str, Any]) -> None:
+    params = [*SAMPLED[:2], replace(RANDOM, **needs)]
+    with engine(tiny) as (llm, _):
+        wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+    with LateCopies() as late, engine(tiny) as (llm, _):
+        found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+    assert found == wanted and late.num_ahead == 0
+
+
+def test_an_eager_engine_records_nothing(tiny: Path) -> None:
+    _, tapes = decode(tiny, enforce_eager=True)
+    assert [tape.num_recorded for tape in tapes] == [0]
+
+
+def test_replays_count_the_bytes_of_sums(tiny: Path) -> None:
+    """As steps that are computed layer by layer, besides the rows that a graph adds."""
+    sent = []
+    for is_eager in (False, True):
+        with engine(tiny, parallel="tp2", enforce_eager=is_eager) as (llm, _):
+            params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+            llm.generate([PROMPTS[0], PROMPTS[2]], params)
+            sent.append(llm.bytes_exchanged)
+    assert sent[0] == sent[1] and sent[0]
 
 
 def test_only_kernels_that_follow_from_shapes_are_recorded(tiny: Path) -> None:
@@ -369,19 +488,19 @@ def assign(numbers: Tensor) -> None:
 )
 def test_reads_by_the_host_are_found(read: Callable[[Tensor], object]) -> None:
     numbers, places = torch.tensor([1, 0, 2]), torch.tensor([2, 1, 0])
-    with graph_step.WithoutHostReads():
+    with WithoutHostReads():
         numbers[places] = numbers[places] + torch.where(numbers > 1, 0, 1)  # nothing of this does
-        with pytest.raises(graph_step.HostReadError, match="needs values of the device on the host"):
+        with pytest.raises(HostReadError, match="needs values of the device on the host"):
             read(numbers)
 
 
 def test_copies_to_the_host_are_found() -> None:
     """By tensors that only say that they are on a device."""
-    with FakeTensorMode(), graph_step.WithoutHostReads():
+    with FakeTensorMode(), WithoutHostReads():
         there = torch.ones(3, device="cuda") * torch.tensor(2.0)
-        with pytest.raises(graph_step.HostReadError, match="copies values of the device to the host"):
+        with pytest.raises(HostReadError, match="copies values of the device to the host"):
             there.cpu()
-        with pytest.raises(graph_step.HostReadError, match="copies values of the device to the host"):
+        with pytest.raises(HostReadError, match="copies values of the device to the host"):
             torch.empty(3).copy_(there)
 
 
@@ -461,3 +580,24 @@ def test_cuda_graphs_share_their_memory_and_leave_the_stream(monkeypatch: pytest
     assert no_pool is None and [pool for _, pool in others] == [first, first]
     assert [replay() for replay in replays] == results
     assert cuda.replayed == [graph for graph, _ in cuda.pools[:2]]
+
+
+def test_host_actions_lie_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replay calls them, and the recording does not. Without a recording they are called at once."""
+    cuda, called, result = FakeCuda(monkeypatch), list[object](), torch.zeros(1)
+    record = CudaRecorder()
+    record.between(lambda: called.append("at once"))
+    assert called == ["at once"] and not cuda.pools
+
+    def compute() -> Tensor:
+        for name in ("first", "second"):
+            record.between(lambda name=name: (called.append(name), called.extend(cuda.replayed[-1:]))[0])  # type: ignore[misc]
+        return result
+
+    called.clear()
+    replay = record(compute)
+    assert not called and len(cuda.pools) == 3
+    graphs = [graph for graph, _ in cuda.pools]
+    assert [pool for _, pool in cuda.pools] == [None, graphs[0], graphs[0]], "the graphs share memory"
+    assert replay() is result
+    assert called == ["first", graphs[0], "second", graphs[1]] and cuda.replayed == graphs

@@ -156,9 +156,9 @@ def test_an_engine_decodes_by_whole_steps(kind: str, tmp_path: Path, monkeypatch
     sizes: list[int] = []
     call = WholeStep.__call__
 
-    def counted(self: WholeStep, tokens: Tensor, *others: Any) -> Tensor:
+    def counted(self: WholeStep, tokens: Tensor, *others: Any, **further: Any) -> Tensor | None:
         sizes.append(len(tokens))
-        return call(self, tokens, *others)
+        return call(self, tokens, *others, **further)
 
     monkeypatch.setattr(WholeStep, "__call__", counted)
     options: dict[str, Any] = {"quantization": "int4"} if kind == "int4" else {}

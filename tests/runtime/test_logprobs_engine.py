@@ -19,7 +19,7 @@ from transformers import GPT2Config, OPTConfig, PreTrainedConfig
 from longspan import SamplingParams
 from longspan.core.steps import TokenLogprobs
 from longspan.outputs import LogprobsOfToken, RequestOutput
-from longspan.runtime import worker
+from longspan.runtime import results
 from longspan.runtime.sampling import token_logprobs
 
 TOLERANCE = 1e-3
@@ -163,6 +163,6 @@ def test_one_rank_of_an_instance_reports(engines: Engines, tiny: Path, monkeypat
         return token_logprobs(*arguments)
 
     llm = engines(tiny, parallel="tp2")  # may try the split on threads of its own
-    monkeypatch.setattr(worker, "token_logprobs", found)
+    monkeypatch.setattr(results, "token_logprobs", found)
     llm.generate([[5, 6, 7]], sampled(logprobs=1, prompt_logprobs=1))
     assert set(asked) == {"longspan rank 0"}

@@ -205,3 +205,19 @@ def test_a_rank_leaves_its_core_when_more_come(monkeypatch: pytest.MonkeyPatch) 
     keep_to_cores("cpu", 0, 2, [2, 5])
     keep_to_cores("cpu", 0, 3, [2, 5])
     assert chosen == [{2, 5}]
+
+
+def test_compiled_kernels_of_triton_stay_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user has chosen another folder. Ranks on CPUs compile none."""
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # so that it is restored
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    worker_process.open_device("cpu", 0)
+    assert "TRITON_CACHE_DIR" not in os.environ
+    assert worker_process.open_device("cuda", 3) == torch.device("cuda", 1)
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    worker_process.open_device("cuda", 0)
+    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import ThreadLLM
+from late_copies import LateCopies
 
 from longspan import SamplingParams
 from longspan.outputs import CompletionOutput, RequestOutput
@@ -64,6 +65,15 @@ COMPANY: dict[str, dict[str, Any]] = {
 }
 ALIKE = ("1 instance", "3 instances")
 """The remaining cases of `COMPANY` test the same."""
+
+
+@pytest.mark.parametrize("company", ["1 instance, preempted", "2 instances, preempted"])
+def test_the_same_tokens_if_the_host_reads_them_late(
+    tiny: Path, prompts: list[list[int]], alone: list[RequestOutput], company: str
+) -> None:
+    """The host reads the tokens of steps with prompts before the tokens of the decode step before."""
+    with LateCopies():
+        test_the_same_tokens(tiny, prompts, alone, company)
 
 
 @pytest.mark.parametrize(

@@ -257,8 +257,9 @@ def test_which_steps_are_computed_as_a_whole(
         moves=SimpleNamespace() if moves else None,  # type: ignore[arg-type]  # not used
     )
     found = attention.single_tokens()
-    assert (found is not None) == is_whole
-    if found is not None:
+    assert (found is not None and found.plans is not None) == is_whole
+    if is_whole:
+        assert found is not None and found.plans is not None
         assert found.kv is pool.kv and found.blocks.tolist() == [0, 1] and found.offsets.tolist() == [5, 5]
         assert [plan.items.low.tolist() for plan in found.plans] == [[0, 0], [2, 2]]  # the second has a window
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from longspan.model.graph_step import Replay
+from longspan.attn.comm import Sums
+from longspan.model.recording import Replay
 
 
 class Tape:
@@ -17,12 +20,16 @@ class Tape:
 
     def __init__(self) -> None:
         self.num_recorded = self.num_replayed = 0
+        self._calls: list[Callable[[], object]] | None = None
 
     def __call__(self, compute: Callable[[], Tensor]) -> Replay:
         self.num_recorded += 1
-        calls: list[Callable[[], object]] = []
-        with _recorded_kernels(calls), _Operators(calls):
-            found = compute()
+        calls = self._calls = []
+        try:
+            with _recorded_kernels(calls), _Operators(calls):
+                found = compute()
+        finally:
+            self._calls = None
 
         def replay() -> Tensor:
             self.num_replayed += 1
@@ -31,6 +38,28 @@ class Tape:
             return found
 
         return replay
+
+    def between(self, action: Callable[[], None]) -> None:
+        """Call an action of the host between two recorded operators, see `graph_step.Between`."""
+        if self._calls is None:
+            action()
+        else:
+            self._calls.append(action)
+
+
+_sums: list[Sums] = []
+
+
+def recordable_sums(sums: Sums) -> Sums:
+    """Return the same sums as an operator, which a tape records and replays like the sums of a device."""
+    number = len(_sums)
+    _sums.append(sums)
+    return lambda members, tensor: _sum(tensor, number, [*members])
+
+
+@torch.library.custom_op("longspan_tests::sum", mutates_args=())
+def _sum(tensor: Tensor, number: int, members: list[int]) -> Tensor:
+    return _sums[number](members, tensor.clone())
 
 
 class _Operators(TorchDispatchMode):
@@ -64,6 +93,8 @@ class _recorded_kernels:  # noqa: N801 - a context
         self._calls = calls
 
     def __enter__(self) -> None:
+        if not _is_interpreting():
+            return
         from triton.runtime.interpreter import GridExecutor
 
         self._launch = launch = GridExecutor.__call__
@@ -76,6 +107,13 @@ class _recorded_kernels:  # noqa: N801 - a context
         GridExecutor.__call__ = recorded
 
     def __exit__(self, *_: object) -> None:
+        if not _is_interpreting():
+            return
         from triton.runtime.interpreter import GridExecutor
 
         GridExecutor.__call__ = self._launch
+
+
+def _is_interpreting() -> bool:
+    """Return whether this process interprets. The launcher of kernels, which is replaced, is global to all threads."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

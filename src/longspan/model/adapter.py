@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from longspan.attn.spec import as_output
+from longspan.attn.spec import AttnSpec, as_output
 from longspan.model.files import ModelFiles
 from longspan.model.shard import Shard
 from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
@@ -27,7 +27,8 @@ from longspan.model.trunk import LayerTrunk, SingleTokenTrunk
 
 if TYPE_CHECKING:
     from longspan.model.fused import Rotary
-    from longspan.model.graph_step import GraphStep, Recording
+    from longspan.model.graph_step import Forward, GraphStep
+    from longspan.model.recording import Recording
     from longspan.model.shrunken import ShrunkenModel
     from longspan.model.stages import LayerArguments, Stage
     from longspan.model.whole_step import RotaryOf, WholeStep
@@ -46,6 +47,7 @@ class Model:
         stored: the stored weights; None maps them.
         skeleton: the modules to fill; None builds them.
         fused: compute layers by our own kernels, which must be loaded, if the kernels know the layers.
+        triton: compute layers with Triton's kernels, which the device or Triton's interpreter runs, likewise.
         whole_steps: compute a step of single tokens as a whole, if possible.
         recording: how to record such steps on the device; None if they cannot be recorded.
 
@@ -70,6 +72,7 @@ class Model:
         stored: StoredTensors | ShrunkenModel | None = None,
         skeleton: PreTrainedModel | None = None,
         fused: bool = False,
+        triton: bool = False,
         whole_steps: bool = True,
         recording: Recording | None = None,
     ) -> None:
@@ -103,13 +106,13 @@ class Model:
         layer_trunk = LayerTrunk(self.module, self.stage, self._current, device)
         self.fallbacks: list[str] = []
         step: WholeStep | GraphStep | None = None
-        is_alone = tp == 1 and self.stage is None
+        if triton:
+            self._fuse_cuda()
         if fused:
+            is_alone = tp == 1 and self.stage is None
             step = self._fuse(own, files.weights, layer_trunk, whole_steps=whole_steps and is_alone)
-        elif whole_steps and is_alone and recording is not None and recording.fits(self.specs):
-            from longspan.model.graph_step import GraphStep  # noqa: PLC0415 - CUDA devices alone
-
-            step = GraphStep(layer_trunk.all_logits, self.specs, recording, device)
+        elif whole_steps and recording is not None:
+            step = self._graph_step(layer_trunk.all_rows, {layer: self.specs[layer] for layer in own}, recording)
         self.trunk = layer_trunk if step is None else SingleTokenTrunk(step, layer_trunk)
 
     @torch.no_grad()
@@ -186,9 +189,39 @@ class Model:
         has_switch = self.info.rope_switch_length is not None
         rotary: RotaryOf = self.rotary if has_switch else lambda positions, _: table(positions)
         own = [fused[layer] for layer in layers]
-        step = whole_step(self.module, own, head, rotary, trunk.all_logits, positions, log=log)
+        step = whole_step(self.module, own, head, rotary, trunk.all_rows, positions, log=log)
         table.clear()
         return step
+
+    def _graph_step(self, forward: Forward, specs: Mapping[int, AttnSpec], recording: Recording) -> GraphStep | None:
+        """Return the recorded steps of the layers in `specs`, if the kernels that compute their attention permit it."""
+        from longspan.model.graph_step import GraphStep  # noqa: PLC0415 - CUDA devices alone
+
+        if not recording.fits([*specs.values()]):
+            return None
+        return GraphStep(
+            forward,
+            specs,
+            recording,
+            self.module.device,
+            dtype=self.module.dtype,
+            width=0 if self.stage is None else self.stage.width,
+            is_shared=self.shard.size > 1,
+        )
+
+    def _fuse_cuda(self) -> None:
+        """Compute the layers by Triton's kernels, where these know them."""
+        from longspan.attn.spec_reader import probe_positions  # noqa: PLC0415 - needs Triton
+        from longspan.model.cuda_layers import fuse_cuda_layers  # noqa: PLC0415
+
+        def arguments_at(positions: Tensor) -> LayerArguments:
+            positions = positions.to(self.module.device)
+            return self.layer_arguments(positions, torch.full_like(positions, int(positions.max()) + 1))
+
+        reduce = None if self.shard.size == 1 else self._current.reduce
+        positions = probe_positions(self.module.config, self.info.context_length)
+        with self.summed_by(lambda partial: partial):
+            fuse_cuda_layers(self.layers, self.specs, reduce, arguments_at, positions, log=self._log_fallback)
 
     def _log_fallback(self, text: str) -> None:
         _log.info("%s", text)

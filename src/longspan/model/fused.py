@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ _MAX_ROW_ERROR = 0.04
 """The largest relative difference at one position. Roundings vary from token to token."""
 _FEW = 16
 """Checked positions of a layer if an earlier layer of its kind passed at all positions. Kernels compute 16 at once."""
-_FAMILIES = {"cwm", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"}
+FAMILIES = {"cwm", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"}
 """The models of transformers with the forward of Llama, Qwen3 or Phi-3. Their code was compared."""
 COST = "a decode step can take twice as long"
 """The cost of PyTorch's operators: half of a decode step of the default model (`docs/design.md`)."""
@@ -122,8 +123,19 @@ class Product:
         return outs
 
 
-class FusedLayer:
-    """The forward of one decoder layer.
+class ReplacedForward(ABC):
+    """The forward of one decoder layer by kernels of our own."""
+
+    @abstractmethod
+    def __call__(self, hidden_states: Tensor, *others: object, **arguments: Any) -> Tensor:  # noqa: ANN401
+        """Compute hidden states `[1, tokens, hidden]`, as transformers' layers do."""
+
+
+Fused = TypeVar("Fused", bound=ReplacedForward)
+
+
+class FusedLayer(ReplacedForward):
+    """The forward of one decoder layer on CPUs.
 
     Args:
         layer: the module. Its own forward still computes steps with layerwise exchanges. Raise ValueError for another
@@ -189,33 +201,50 @@ def fuse_layers(
     `rotary` computes cosines and sines for positions `[tokens]`. The first layer of each kind is checked at all
     `positions`, later layers at a few of them. Return the replaced forwards by the layers' numbers.
     """
-    fused_layers: dict[int, FusedLayer] = {}
-    refused: dict[str, list[int]] = {}
     checked: set[tuple[AttnSpec, tuple[object, ...]]] = set()
+
+    def make(index: int, layer: nn.Module) -> FusedLayer:
+        fused = FusedLayer(layer, specs[index], reduce, levels)
+        kind = specs[index], tuple(sorted(settings_of(layer)))
+        _check(fused, layer, rotary, few_positions(positions) if kind in checked else positions)
+        checked.add(kind)
+        return fused
+
+    return replace_forwards(layers, make, cost=COST, log=log)
+
+
+def replace_forwards(
+    layers: Mapping[int, nn.Module],
+    make: Callable[[int, nn.Module], Fused],
+    *,
+    cost: str,
+    log: Callable[[str], object],
+) -> dict[int, Fused]:
+    """Replace the forward of each layer by `make(number, layer)`, which raises ValueError to keep the layer's own.
+
+    Log the layers that keep their own, the reason, and its `cost`. Return the replaced forwards by number.
+    """
+    fused_layers: dict[int, Fused] = {}
+    refused: dict[str, list[int]] = {}
     for index, layer in layers.items():
         try:
-            fused = FusedLayer(layer, specs[index], reduce, levels)
-            kind = specs[index], tuple(sorted(_settings(layer)))
-            _check(fused, layer, rotary, spread(positions, _FEW) if kind in checked else positions)
-            checked.add(kind)
+            layer.forward = fused_layers[index] = make(index, layer)
         except ValueError as error:
             refused.setdefault(str(error), []).append(index)
-        else:
-            layer.forward = fused_layers[index] = fused
     for reason, indices in refused.items():
-        log(f"layers {indices} are computed by PyTorch's operators, so {COST}: {reason}")
+        log(f"layers {indices} are computed by PyTorch's operators, so {cost}: {reason}")
     return fused_layers
 
 
-def check_known(*modules: nn.Module) -> None:
-    """Raise ValueError unless these modules are classes of transformers from a model whose forward is known.
+def check_known(*modules: nn.Module, families: Collection[str] = FAMILIES) -> None:
+    """Raise ValueError unless these modules are classes of transformers from a model of known `families`.
 
     A class of the same name in code that came with a checkpoint is refused.
     """
     for module in modules:
         kind = type(module)
         family = kind.__module__.rpartition(".modeling_")[2]
-        if family not in _FAMILIES or kind.__module__ != f"transformers.models.{family}.modeling_{family}":
+        if family not in families or kind.__module__ != f"transformers.models.{family}.modeling_{family}":
             raise ValueError(f"the forward of {kind.__name__} is not known to the kernels")
 
 
@@ -224,6 +253,11 @@ def spread(positions: Sequence[int], number: int) -> Sequence[int]:
     if len(positions) <= number:
         return positions
     return [positions[index * (len(positions) - 1) // (number - 1)] for index in range(number)]
+
+
+def few_positions(positions: Sequence[int]) -> Sequence[int]:
+    """Return the positions at which a layer is checked if an earlier layer of its kind passed at all `positions`."""
+    return spread(positions, _FEW)
 
 
 def fuse_head(head: Any, levels: LevelsOf, log: Callable[[str], object] = _log.info) -> Product | None:  # noqa: ANN401
@@ -241,7 +275,7 @@ def fuse_head(head: Any, levels: LevelsOf, log: Callable[[str], object] = _log.i
     return product
 
 
-def _settings(layer: nn.Module) -> Iterator[str]:
+def settings_of(layer: nn.Module) -> Iterator[str]:
     """Yield the settings by which layers of one class differ, for example whether attention has RoPE."""
     for name, module in layer.named_modules():
         for key, value in vars(module).items():
@@ -251,14 +285,6 @@ def _settings(layer: nn.Module) -> Iterator[str]:
 
 def _check(fused: FusedLayer, layer: Any, rotary: Callable[[Tensor], Rotary], probe: Sequence[int]) -> None:  # noqa: ANN401
     """Raise ValueError unless a fused layer agrees with its module at each position of `probe`."""
-    numbers = torch.Generator().manual_seed(0)
-    width = len(layer.input_layernorm.weight)
-    hidden = torch.randn(1, len(probe), width, generator=numbers).to(torch.bfloat16)
-
-    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        num_readers = len(q) // len(k)
-        return q + k.repeat_interleave(num_readers, 0) * v.repeat_interleave(num_readers, 0)
-
     positions = torch.tensor(probe)
     cos, sin = rotary(positions)
     if cos.shape[-1] % 32 or cos.dtype != torch.bfloat16:
@@ -268,8 +294,29 @@ def _check(fused: FusedLayer, layer: Any, rotary: Callable[[Tensor], Rotary], pr
         "position_ids": positions[None],
         "attention_mask": None,
         "use_cache": False,
-        "attend": attend,
     }
+    compare(fused, layer, arguments, probe)
+
+
+def compare(
+    fused: Callable[..., Tensor],
+    layer: Any,  # noqa: ANN401 - a module, whatever its class
+    arguments: Mapping[str, Any],
+    probe: Sequence[int],
+) -> None:
+    """Raise ValueError unless `fused` agrees with its layer on random hidden states, one for each position.
+
+    `arguments` are those of the layer besides hidden states and `attend`.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    weight = layer.input_layernorm.weight
+    hidden = torch.randn(1, len(probe), len(weight), generator=numbers).to(weight)
+
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        num_readers = len(q) // len(k)
+        return q + k.repeat_interleave(num_readers, 0) * v.repeat_interleave(num_readers, 0)
+
+    arguments = {**arguments, "attend": attend}
     with torch.no_grad():
         # `forward` and not the module's call, whose hooks at the edge of a stage replace the hidden states.
         own, result = layer.forward(hidden, **arguments), fused(hidden, **arguments)

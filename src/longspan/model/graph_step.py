@@ -5,6 +5,9 @@ tokens, and space for a mean context length. Smaller steps are padded. Padding r
 nowhere. Padding splits end at once. So padding changes no bit of any other row.
 
 An engine records the graphs of all sizes when it starts, since a recording takes as long as some ten steps.
+
+A step whose attention exchanges messages, or reads keys on hosts, is a sequence of graphs. The host computes attention
+between two of them. Sums over the ranks of tensor parallelism are recorded if the device makes them.
 """
 
 from __future__ import annotations
@@ -12,26 +15,28 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from longspan.attn.backends import NOWHERE
 from longspan.attn.paged import Numbers, PagedKv, PagedPlan
 from longspan.attn.paged_splits import NumberBuffer, PagedSplits, max_splits
 from longspan.attn.spec import AttnSpec
-from longspan.model.step import Attend, SingleTokens
+from longspan.model.recording import HostReadError, Recording, Replay, WithoutHostReads
+from longspan.model.step import Attend, KvSlots, RecordedSums, Reduce, SampledToken, SingleTokens, put_sampled
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
+    from longspan.core.steps import Link
 
 _log = logging.getLogger("longspan")
 _MAX_ROWS = 256
@@ -44,32 +49,17 @@ Padding costs three numbers per block, and the memory of a partial result per sp
 _INPUT_PADDING = 0, 0, 0, NOWHERE, 0
 """The padding of tokens, positions, RoPE lengths, and the blocks and offsets of the tokens' KV."""
 _NOTHING = np.empty(0, dtype=np.int64)
-_HOST_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 
-Forward = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]
-Replay = Callable[[], Tensor]
-Record = Callable[[Callable[[], Tensor]], Replay]
-"""Records the operations of a function on tensors with fixed addresses.
-
-A replay repeats them on the current contents of these tensors, and returns the same tensor each time.
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recording:
-    """The recorder of steps on a device, and the kernels that compute attention there."""
-
-    backend: AttentionBackend
-    record: Record
-
-    def fits(self, specs: Sequence[AttnSpec]) -> bool:
-        return all(map(self.backend.is_recordable, specs))
+Forward = Callable[[Tensor, Tensor, Tensor, Attend, Tensor | None, Reduce | None], Tensor]
+"""Computes rows `[tokens, width]`, see `LayerTrunk.all_rows`."""
 
 
 @dataclass(frozen=True)
 class _Size:
-    """The space of a graph: for `rows` tokens, with contexts of `context` tokens on average."""
+    """The space of a graph: for `rows` tokens, with contexts of `context` tokens on average.
+
+    With a context of 0 the host computes attention.
+    """
 
     rows: int
     context: int
@@ -81,62 +71,145 @@ class _Size:
 
 
 class GraphStep:
-    """Computes logits of single tokens by replays.
+    """Computes single tokens by replays.
 
     Args:
-        forward: computes float32 logits `[tokens, vocab]` from tokens, positions and RoPE lengths `[tokens]`, layer by
-            layer.
-        specs: the attention of each layer, which the backend can record. Layers with the same window read the same KV.
+        forward: computes the rows of all tokens, layer by layer.
+        specs: the attention of each layer by number. The backend can record it. Layers with the same window read the
+            same KV.
+        width: the elements of the hidden states from the stage before. 0 for the first stage.
+        is_shared: the results are summed over the ranks of tensor parallelism.
     """
 
-    def __init__(self, forward: Forward, specs: Sequence[AttnSpec], recording: Recording, device: torch.device) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        specs: Mapping[int, AttnSpec],
+        recording: Recording,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        width: int = 0,
+        is_shared: bool = False,
+    ) -> None:
         self._forward, self._specs, self._recording, self._device = forward, specs, recording, device
-        self._first_layers = {spec.window: layer for layer, spec in reversed([*enumerate(specs)])}
+        self._dtype, self._width, self._is_shared = dtype, width, is_shared
+        self._places = {layer: place for place, layer in enumerate(specs)}
+        self._first_layers = {spec.window: self._places[layer] for layer, spec in reversed([*specs.items()])}
         self._kv: Sequence[PagedKv] = ()
+        self._sums: RecordedSums | None = None
         self._graphs: dict[_Size, _Graph] = {}
-        self._logits: dict[int, Tensor] = {}  # float32, by the number of tokens of a graph
+        self._results: dict[int, Tensor] = {}  # by the number of tokens of a graph
         self._too_large = set[_Size]()  # sizes without memory for a recording
         self._is_possible, self._reads_host = True, True  # `_record` may set them to False
 
     @torch.no_grad()
-    def prepare(self, kv: Sequence[PagedKv], max_rows: int, max_context: int) -> None:
+    def prepare(
+        self,
+        kv: Sequence[PagedKv],
+        max_rows: int,
+        max_context: int,
+        *,
+        sums: RecordedSums | None = None,
+        by_pieces: bool = False,
+    ) -> Iterator[tuple[int, int]]:
         """Record the graphs of steps of up to `max_rows` tokens, with contexts of up to `max_context` tokens.
+
+        Yield the number of recorded graphs and the number of all graphs, after each recording.
 
         Sizes are left out if the pool is full before a step needs them. Only steps whose requests share blocks need
         such sizes. They are recorded when they occur.
+
+        Args:
+            sums: sums over ranks that the device can record. None if messages of the host make them.
+            by_pieces: also record the steps whose attention is computed by the host.
         """
         self._set_pool(kv)
+        self._sums = sums
         begun_s, pool_tokens = time.monotonic(), len(kv[0].keys) * kv[0].block_size
-        for rows in reversed(_up_to(min(max_rows, _MAX_ROWS), 1, 2)):  # largest first: the memory fits all
-            for context in reversed(_up_to(min(max_context, pool_tokens // rows), _MIN_CONTEXT, _CONTEXT_FACTOR)):
-                no_inputs = [_NOTHING] * len(_INPUT_PADDING)
-                no_splits = [_NOTHING] * len(PagedSplits._fields)
-                if self._filled(_Size(rows, context), no_inputs, [no_splits] * len(self._first_layers)) is None:
-                    return
+        sizes = [
+            _Size(rows, context)
+            for rows in reversed(_up_to(min(max_rows, _MAX_ROWS), 1, 2))  # largest first: the memory fits all
+            for context in reversed(_up_to(min(max_context, pool_tokens // rows), _MIN_CONTEXT, _CONTEXT_FACTOR))
+        ]
+        if by_pieces and self._recording.between is not None:
+            sizes += [_Size(rows, 0) for rows in reversed(_up_to(min(max_rows, _MAX_ROWS), 1, 2))]
+        for number, size in enumerate(sizes, 1):
+            no_inputs = [_NOTHING] * len(_INPUT_PADDING)
+            no_splits = [[_NOTHING] * len(PagedSplits._fields)] * (len(self._first_layers) if size.context else 0)
+            if self._filled(size, no_inputs, no_splits) is None:
+                return
+            yield number, len(sizes)
         _log.info("%d CUDA graphs of decode steps recorded in %.1f s", len(self._graphs), time.monotonic() - begun_s)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, step: SingleTokens) -> Tensor | None:
-        """Compute float32 logits `[tokens, vocab]`, and store the tokens' KV. Arguments are `[tokens]` int64 on hosts.
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rope_lengths: Tensor,
+        step: SingleTokens,
+        *,
+        sampled: Sequence[SampledToken] = (),
+        attend: Attend | None = None,
+        hidden: Tensor | None = None,
+        reduce: Reduce | None = None,
+    ) -> Tensor | None:
+        """Compute the rows of all tokens, see `LayerTrunk.all_rows`, and store their KV.
 
-        The logits are valid until the next call. Return None for more than `_MAX_ROWS` tokens, and if the model or a
+        The rows are valid until the next call. Return None for more than `_MAX_ROWS` tokens, and if the model or a
         step of this size cannot be recorded. KV may have been stored then.
+
+        Args:
+            tokens, positions, rope_lengths: `[tokens]` int64 on the host.
+            sampled: tokens on the device.
+            attend: computes attention if `step` has no plans.
+            hidden: from the stage before, `[1, tokens, width]`.
+            reduce: sums over ranks by messages, if `prepare` got no `sums`.
         """
         if len(tokens) > _MAX_ROWS or not self._is_possible:
             return None
         self._set_pool(step.kv)
+        self._sums = step.sums
         inputs = [array.numpy() for array in (tokens, positions, rope_lengths, step.blocks, step.offsets)]
-        splits = [step.plans[layer].split_items() for layer in self._first_layers.values()]
-        size = self._size(len(tokens), [len(blocks) for blocks, *_ in splits])
-        replay = None if size in self._too_large else self._filled_in_memory(size, inputs, splits)
-        return None if replay is None else replay()[: len(tokens)]
+        splits: list[tuple[Numbers, ...]] = []
+        if step.plans is not None:
+            splits = [step.plans[place].split_items() for place in self._first_layers.values()]
+            size = self._size(len(tokens), [len(blocks) for blocks, *_ in splits])
+        else:
+            size = _Size(_padded_rows(len(tokens)), 0)
+        if not self._may_record(size):
+            return None
+        graph = self._filled_in_memory(size, inputs, splits)
+        if graph is None or graph.replay is None:
+            return None
+        if graph.hidden is not None and hidden is not None:
+            graph.hidden[:, : len(tokens)] = hidden
+        put_sampled(sampled, graph.inputs.arrays[0])
+        graph.call = _Call(len(tokens), attend, reduce)
+        try:
+            result = graph.replay()
+        finally:
+            graph.call = None
+        step.sent.update(graph.sent)
+        return result[: len(tokens)]
+
+    def _may_record(self, size: _Size) -> bool:
+        """Return whether a step of this size can be recorded."""
+        needs_host = not size.context or (self._is_shared and self._sums is None)
+        return size not in self._too_large and not (needs_host and self._recording.between is None)
 
     def _filled_in_memory(
         self, size: _Size, inputs: Sequence[Numbers], splits: Sequence[Sequence[Numbers]]
-    ) -> Replay | None:
-        """Fill the inputs of a graph, see `_filled`. Return None if there is too little memory to record it."""
+    ) -> _Graph | None:
+        """Fill the inputs of a graph, see `_filled`. Return None if there is too little memory to record it.
+
+        All ranks that sum must replay the step, or none, so a lack of memory is an error there.
+        """
         try:
             return self._filled(size, inputs, splits)
         except torch.OutOfMemoryError as error:
+            if self._is_shared:
+                raise
             text = "decode steps of up to %d requests with %d tokens each are computed layer by layer: %s"
             _log.warning(text, size.rows, size.context, f"no memory for a CUDA graph ({error!s:.200})")
             self._too_large.add(size)
@@ -155,14 +228,14 @@ class GraphStep:
 
     def _size(self, num_rows: int, num_blocks: Sequence[int]) -> _Size:
         """Return the smallest size with space for `num_rows` tokens, and for the blocks that they read per window."""
-        size = _Size(next(rows for rows in _products(1, 2) if rows >= num_rows), _MIN_CONTEXT)
+        size = _Size(_padded_rows(num_rows), _MIN_CONTEXT)
         for window, number in zip(self._first_layers, num_blocks, strict=True):
             while size.num_blocks(window, self._kv[0].block_size) < number:
                 assert window is None or size.context < window, "a query reads no block before its window"
                 size = _Size(size.rows, size.context * _CONTEXT_FACTOR)
         return size
 
-    def _filled(self, size: _Size, inputs: Sequence[Numbers], splits: Sequence[Sequence[Numbers]]) -> Replay | None:
+    def _filled(self, size: _Size, inputs: Sequence[Numbers], splits: Sequence[Sequence[Numbers]]) -> _Graph | None:
         """Fill the inputs of the graph of a size. Record it if it is new. Return None if that is not possible."""
         graph = self._graphs.get(size) or self._new_graph(size)
         arrays, padding = [*inputs], [*_INPUT_PADDING]
@@ -174,30 +247,26 @@ class GraphStep:
         if graph.replay is None and not self._record(graph):
             return None
         self._graphs[size] = graph
-        return graph.replay
+        return graph
 
     def _new_graph(self, size: _Size) -> _Graph:
         block_size, sizes = self._kv[0].block_size, [size.rows] * len(_INPUT_PADDING)
-        for window in self._first_layers:
+        hidden = None
+        if self._width:
+            hidden = torch.zeros(1, size.rows, self._width, dtype=self._dtype, device=self._device)
+        for window in self._first_layers if size.context else ():
             num_blocks = size.num_blocks(window, block_size)
             sizes += *[num_blocks] * 3, *[max_splits(num_blocks, size.rows, block_size)] * 3, size.rows + 1
-        return _Graph(inputs=NumberBuffer(sizes, self._device))
+        return _Graph(inputs=NumberBuffer(sizes, self._device), hidden=hidden)
 
     def _record(self, graph: _Graph) -> bool:
         """Compute a step to warm up, then record it. Return False, and log the reason, if that is not possible."""
-        backend, kv, specs = self._recording.backend, self._kv, self._specs
-        tokens, positions, rope_lengths, blocks, offsets, *splits = graph.inputs.arrays
-        size = len(PagedSplits._fields)
-        starts = range(0, len(splits), size)
-        plans = [_StaticPlan(PagedSplits(*splits[start : start + size])) for start in starts]
-        by_window = dict(zip(self._first_layers, plans, strict=True))
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            backend.store(kv[layer], blocks, offsets, k, v)
-            return backend.attend_paged(q, kv[layer], by_window[specs[layer].window], specs[layer])[0]
+        tokens, positions, rope_lengths, *_ = graph.inputs.arrays
+        attend, reduce, sums = self._attend_of(graph), self._reduce_of(graph), self._sums
+        sent_before = Counter() if sums is None else Counter(sums.sent)
 
         def compute() -> Tensor:
-            return self._forward(tokens, positions, rope_lengths, attend)
+            return self._forward(tokens, positions, rope_lengths, attend, graph.hidden, reduce)
 
         try:
             # The operators depend on the model, not on the size, so the first recording checks them. It is slow.
@@ -206,15 +275,64 @@ class GraphStep:
         except HostReadError as error:
             return self._disable(error)
         self._reads_host = False
-        logits = self._logits.setdefault(len(tokens), torch.empty_like(computed))
+        result = self._results.setdefault(len(tokens), torch.empty_like(computed))
         del computed
+        recorded_before = Counter() if sums is None else Counter(sums.sent)
         try:
-            graph.replay = self._recording.record(lambda: logits.copy_(compute()))
+            graph.replay = self._recording.record(lambda: result.copy_(compute()))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             return self._disable(error)
+        if sums is not None:
+            graph.sent = sums.sent - recorded_before
+            sums.sent.clear()
+            sums.sent.update(sent_before)
         return True
+
+    def _attend_of(self, graph: _Graph) -> Attend:
+        """Return the attention inside a graph, or between its pieces."""
+        *_, blocks, offsets = graph.inputs.arrays[: len(_INPUT_PADDING)]
+        splits, size = graph.inputs.arrays[len(_INPUT_PADDING) :], len(PagedSplits._fields)
+        if not splits:
+            return partial(self._attend_between, graph)
+        plans = [_StaticPlan(PagedSplits(*splits[start : start + size])) for start in range(0, len(splits), size)]
+        by_window = dict(zip(self._first_layers, plans, strict=True))
+        kv = {layer: self._kv[place] for layer, place in self._places.items()}
+        return _GraphAttend(self._recording.backend, kv, self._specs, by_window, blocks, offsets)
+
+    def _attend_between(self, graph: _Graph, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+
+        def attend() -> None:
+            if (call := graph.call) is not None:  # None: the step that warms up
+                assert call.attend is not None, "the host computes attention"
+                rows = slice(call.num_tokens)
+                out[:, rows] = call.attend(layer, q[:, rows], k[:, rows], v[:, rows])
+
+        self._between(attend)
+        return out
+
+    def _reduce_of(self, graph: _Graph) -> Reduce | None:
+        """Return the sums over ranks, inside a graph or between its pieces. None for whole layers."""
+        if not self._is_shared:
+            return None
+        return partial(self._reduce_between, graph) if self._sums is None else self._sums.reduce
+
+    def _reduce_between(self, graph: _Graph, partial_sum: Tensor) -> Tensor:
+        out = torch.empty_like(partial_sum)
+
+        def reduce() -> None:
+            if (call := graph.call) is not None:
+                assert call.reduce is not None, "the ranks of a stage exchange messages"
+                out.copy_(call.reduce(partial_sum))
+
+        self._between(reduce)
+        return out
+
+    def _between(self, action: Callable[[], None]) -> None:
+        assert self._recording.between is not None, "such steps are recorded only with actions between pieces"
+        self._recording.between(action)
 
     def _disable(self, error: Exception) -> bool:
         _log.warning("decode steps are computed layer by layer, as with enforce_eager, not as CUDA graphs: %s", error)
@@ -223,44 +341,29 @@ class GraphStep:
         return False
 
 
-class CudaRecorder:
-    """Records CUDA graphs of the current device. They share one memory pool, since one graph is replayed at a time."""
+class _Call(NamedTuple):
+    """The step that a graph replays."""
 
-    def __init__(self) -> None:
-        self._first: torch.cuda.CUDAGraph | None = None  # keeps the memory pool: only a graph can name it
-        self._stream: torch.cuda.Stream | None = None
-
-    def __call__(self, compute: Callable[[], Tensor]) -> Replay:
-        """Record launches on a separate stream. Raise RuntimeError if an operation cannot be captured.
-
-        Other threads may use the device meanwhile. Unlike `torch.cuda.graph`, this does not synchronise the device. A
-        stream that receives KV may wait for other ranks, and these ranks may wait for this one.
-        """
-        graph, pool = torch.cuda.CUDAGraph(), None if self._first is None else self._first.pool()
-        self._stream = self._stream or torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                result = compute()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        self._first = self._first or graph
-
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return replay
+    num_tokens: int
+    attend: Attend | None
+    reduce: Reduce | None
 
 
 @dataclass
 class _Graph:
-    """The inputs of a graph, and the replay after recording."""
+    """The inputs of a graph, and the replay after recording.
+
+    Attributes:
+        hidden: the hidden states from the stage before, `[1, rows, width]`. None for the first stage.
+        sent: the payload bytes of the sums of a replay, by exchange and link.
+        call: the current step, which actions between pieces read. None outside of replays.
+    """
 
     inputs: NumberBuffer
+    hidden: Tensor | None = None
     replay: Replay | None = None
+    sent: Counter[tuple[str, Link]] = field(default_factory=Counter)
+    call: _Call | None = None
 
 
 class _StaticPlan(PagedPlan):
@@ -270,29 +373,31 @@ class _StaticPlan(PagedPlan):
         self.num_queries, self.splits = len(splits.of_query) - 1, splits
 
 
-class HostReadError(Exception):
-    """A step reads values of the device on the host."""
+@dataclass(frozen=True)
+class _GraphAttend:
+    """The `AttendStored` of a graph, which reads and writes the graph's inputs."""
+
+    backend: AttentionBackend
+    kv: Mapping[int, PagedKv]
+    specs: Mapping[int, AttnSpec]
+    plans: Mapping[int | None, PagedPlan]
+    blocks: Tensor
+    offsets: Tensor
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.backend.store(self.kv[layer], self.blocks, self.offsets, k, v)
+        return self.attend_stored(layer, q, k, v)
+
+    def slots(self, layer: int) -> KvSlots:
+        return KvSlots(kv=self.kv[layer], blocks=self.blocks, offsets=self.offsets)
+
+    def attend_stored(self, layer: int, q: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
+        spec = self.specs[layer]
+        return self.backend.attend_paged(q, self.kv[layer], self.plans[spec.window], spec)[0]
 
 
-class WithoutHostReads(TorchDispatchMode):
-    """Refuses operators that read values of the device on the host. A replay would not read them again."""
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Run an operator. Raise HostReadError if the host, or the shape of the result, needs values of the device."""
-        if func.overloadpacket in _INDEXING:  # masks have data-dependent shapes, integer indices do not
-            reads = any(index is not None and index.dtype in {torch.bool, torch.uint8} for index in args[1])
-        else:
-            reads = not _HOST_READS.isdisjoint(func.tags)
-        if reads:
-            raise HostReadError(f"{func} needs values of the device on the host")
-        result = func(*args, **(kwargs or {}))
-        if "cuda" in _devices((args, kwargs)) and "cpu" in _devices(result):
-            raise HostReadError(f"{func} copies values of the device to the host")
-        return result
-
-
-def _devices(values: object) -> set[str]:
-    return {leaf.device.type for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
+def _padded_rows(number: int) -> int:
+    return next(rows for rows in _products(1, 2) if rows >= number)
 
 
 def _products(first: int, factor: int) -> Iterator[int]:

@@ -6,7 +6,7 @@ context length, agreed with the modules. A CUDA graph replays the operators of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from longspan.attn.paged import PagedKv, on_device
 from longspan.model.skeleton import trunk_path
-from longspan.model.step import Attend, CurrentStep, Reduce, Rows, SingleTokens, StepState
+from longspan.model.step import Attend, CurrentStep, RecordedSums, Reduce, Rows, SingleTokens, StepState, put_sampled
 
 if TYPE_CHECKING:
     from longspan.model.graph_step import GraphStep
@@ -69,6 +69,7 @@ class LayerTrunk:
         assert (hidden is None) == (stage is None or stage.is_first), "all stages but the first continue another"
         row = rows.tokens, rows.positions, rows.keep, rows.rope_lengths
         tokens, positions, keep, rope_lengths = on_device(row, self._device)
+        put_sampled(rows.sampled, tokens)
         arguments = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False, "attend": attend}
         state = StepState(rope_lengths=rope_lengths, hidden=hidden, reduce=reduce)
         with self._current.during(state):
@@ -80,13 +81,32 @@ class LayerTrunk:
         head = partial(self._head, state.base_output, {**arguments, "attend": None})
         return Output(result=logits.float(), last_hidden=state.base_output[0][0], head=head)
 
-    def all_logits(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, attend: Attend) -> Tensor:
-        """Compute float32 logits `[tokens, vocab]` of a whole model."""
+    def all_rows(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rope_lengths: Tensor,
+        attend: Attend,
+        hidden: Tensor | None = None,
+        reduce: Reduce | None = None,
+    ) -> Tensor:
+        """Compute float32 logits `[tokens, vocab]` of all tokens, or in a stage before the last `[tokens, width]`."""
         keep = torch.arange(len(tokens), device=tokens.device)
-        return self.run(Rows(tokens=tokens, positions=positions, keep=keep, rope_lengths=rope_lengths), attend).result
+        rows = Rows(tokens=tokens, positions=positions, keep=keep, rope_lengths=rope_lengths)
+        result = self.run(rows, attend, hidden=hidden, reduce=reduce).result
+        return result if self._is_last else result[0]
 
-    def prepare(self, kv: Sequence[PagedKv], max_rows: int, max_context: int) -> None:
+    @property
+    def _is_last(self) -> bool:
+        return self._stage is None or self._stage.is_last
+
+    def output(self, rows: Tensor) -> Output:
+        """Return the output of a step from the rows that `all_rows` computes."""
+        return Output(result=rows.float() if self._is_last else rows[None])
+
+    def prepare(self, *_sizes: object, **_others: object) -> Iterator[tuple[int, int]]:
         """Do nothing: only recorded steps are prepared."""
+        return iter(())
 
     def release_pool(self) -> None:
         """Do nothing: this trunk reads KV through `attend` only."""
@@ -118,14 +138,23 @@ class SingleTokenTrunk:
         single: SingleTokens | None = attend.single_tokens() if hasattr(attend, "single_tokens") else None
         if single is not None:
             assert len(rows.keep) == len(rows.tokens), "such a step samples after every token"
-            logits = self.step(rows.tokens, rows.positions, rows.rope_lengths, single)
-            if logits is not None:
-                return Output(result=logits.float())
+            row = rows.tokens, rows.positions, rows.rope_lengths
+            result = self.step(*row, single, sampled=rows.sampled, attend=attend, hidden=hidden, reduce=reduce)
+            if result is not None:
+                return self._layers.output(result)
         return self._layers.run(rows, attend, hidden=hidden, reduce=reduce)
 
-    def prepare(self, kv: Sequence[PagedKv], max_rows: int, max_context: int) -> None:
-        """Prepare steps of up to `max_rows` single tokens, with contexts of up to `max_context` tokens in `kv`."""
-        self.step.prepare(kv, max_rows, max_context)
+    def prepare(
+        self,
+        kv: Sequence[PagedKv],
+        max_rows: int,
+        max_context: int,
+        *,
+        sums: RecordedSums | None = None,
+        by_pieces: bool = False,
+    ) -> Iterator[tuple[int, int]]:
+        """Prepare steps of up to `max_rows` single tokens, see `GraphStep.prepare`."""
+        return self.step.prepare(kv, max_rows, max_context, sums=sums, by_pieces=by_pieces)
 
     def release_pool(self) -> None:
         """Release the KV pool that the latest step read in place."""

@@ -7,7 +7,7 @@ Python would find its code and data evicted after each kernel.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,11 +78,16 @@ class WholeStep:
         self._kv: Sequence[PagedKv] = ()
         self._allocate(1)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, step: SingleTokens) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, step: SingleTokens, **_others: object
+    ) -> Tensor | None:
         """Compute bfloat16 logits `[tokens, vocab]`, and store the tokens' KV. Arguments are `[tokens]` int64.
 
-        The logits are valid until the next call.
+        The logits are valid until the next call. Return None for a step without plans. Only graphs read the other
+        arguments.
         """
+        if step.plans is None:
+            return None
         num_tokens = len(tokens)
         if num_tokens > len(self._hidden):
             self._allocate(-(-num_tokens // _BUFFER_STEP) * _BUFFER_STEP)
@@ -102,8 +107,11 @@ class WholeStep:
         self._chain.run()
         return self._logits[:num_tokens]
 
-    def prepare(self, _kv: Sequence[PagedKv], _max_rows: int, _max_context: int) -> None:
+    def prepare(
+        self, _kv: Sequence[PagedKv], _max_rows: int, _max_context: int, **_others: object
+    ) -> Iterator[tuple[int, int]]:
         """Do nothing: kernels are called with the addresses of each step."""
+        return iter(())
 
     def release_pool(self) -> None:
         """Release the KV pool of the latest step."""
@@ -135,6 +143,7 @@ class WholeStep:
             own = forward(tokens, at, at + 1, attend)
             step = SingleTokens(blocks=rows, offsets=offsets, kv=pools(), plans=plans)
             result = self(tokens, at, at + 1, step)
+            assert result is not None, "the step has plans"
         self.release_pool()
         self._allocate(1)
         check_rows(result, own, probe, scale=own)

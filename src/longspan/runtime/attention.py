@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from longspan.attn.exchanges import Call, attention_exchange
+from longspan.attn.paged import PagedPlan
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import LOCAL
 from longspan.model.files import ModelError
-from longspan.model.step import SingleTokens
+from longspan.model.step import KvSlots, SingleTokens
 from longspan.runtime.batch import Channel, Packed
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm
@@ -69,13 +70,28 @@ class StepAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention of this rank's packed tokens, or of the first `num_alone` of them."""
-        spec = self._specs[layer]
-        if len(q) != spec.num_heads:  # the model's own code reshapes to all heads
-            raise ModelError(f"layer {layer} computes {len(q)} query heads instead of {spec.num_heads}")
         with self._watch.during("attention"):
             if self._moves is not None:
                 self._moves.complete(layer)
             self._packed.slots.write(self._pool, layer, k, v)
+        return self.attend_stored(layer, q, k, v)
+
+    def slots(self, layer: int) -> KvSlots | None:
+        """Return the slots of all packed tokens, see `AttendStored`. None if exchanges store some of them."""
+        slots = self._packed.slots
+        if len(slots.rows) != len(self._packed.tokens):
+            return None
+        if self._moves is not None:
+            self._moves.complete(layer)
+        _, blocks, offsets = slots.on_device
+        return KvSlots(kv=self._pool.layer(layer), blocks=blocks, offsets=offsets)
+
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention of the packed tokens, whose KV is in `slots`."""
+        spec = self._specs[layer]
+        if len(q) != spec.num_heads:  # the model's own code reshapes to all heads
+            raise ModelError(f"layer {layer} computes {len(q)} query heads instead of {spec.num_heads}")
+        with self._watch.during("attention"):
             self._stream(layer - 1 if self._stores_late else layer)
             out = torch.empty_like(q)
             kv = self._pool.layer(layer)
@@ -105,23 +121,32 @@ class StepAttention:
             return out
 
     def single_tokens(self) -> SingleTokens | None:
-        """Return the step's KV reads and writes if every request has one token and no message is sent, else None.
+        """Return the step's KV reads and writes if every token is the only one of its request, else None.
 
-        The model may then compute the step without calling this object. Returns None while the stopwatch records
-        times per layer. Every token must be sampled, so that none lies inside a prompt.
+        The model may then compute the step as a whole, without calls of this object if there are plans. Return None
+        while the stopwatch records times per layer. Every token must be sampled, so that none lies inside a prompt.
         """
-        packed = self._packed
-        if self._watch.enabled or len(packed.channels) != 1 or self._moves is not None:
+        packed, num_tokens = self._packed, len(self._packed.tokens)
+        if self._watch.enabled or self.num_alone is not None or packed.prompts or len(packed.keep) != num_tokens:
+            return None
+        kv, slots = self._pool.kv, packed.slots
+        return SingleTokens(
+            blocks=slots.blocks, offsets=slots.offsets, kv=kv, plans=self._plans(), sent=self._comm.sent
+        )
+
+    def _plans(self) -> Sequence[PagedPlan] | None:
+        """Return the reads of each layer for one query per token. None with messages, or with keys on hosts."""
+        packed, num_tokens = self._packed, len(self._packed.tokens)
+        if len(packed.channels) != 1 or self._moves is not None:
             return None
         (channel,) = packed.channels
-        num_tokens, parts = len(packed.tokens), channel.parts
+        parts = channel.parts
         if channel.exchange != LOCAL or channel.hosted is not None or channel.ratings is not None:
             return None
-        if not len(parts) == len(packed.slots.rows) == len(packed.keep) == num_tokens:
+        if not len(parts) == len(packed.slots.rows) == num_tokens:
             return None
-        kv, rows = self._pool.kv, tuple(range(num_tokens))
-        plans = [parts.plan(rows, 0, 0, layer_kv, spec.window) for layer_kv, spec in zip(kv, self._specs, strict=True)]
-        return SingleTokens(blocks=packed.slots.blocks, offsets=packed.slots.offsets, kv=kv, plans=plans)
+        rows, specs = tuple(range(num_tokens)), [self._specs[layer] for layer in self._pool.layers]
+        return [parts.plan(rows, 0, 0, kv, spec.window) for kv, spec in zip(self._pool.kv, specs, strict=True)]
 
     def arguments_alone(self, layer: int) -> Arguments:
         """Return a layer's arguments for the first `num_alone` packed tokens, without the tokens of layerwise parts."""

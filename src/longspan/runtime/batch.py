@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import on_device
 from longspan.core.blocks import BlockRef
@@ -27,6 +26,7 @@ from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling, Scored
 from longspan.model.step import Rows
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Draw
+from longspan.runtime.unknown_tokens import UnknownToken
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
@@ -59,6 +59,11 @@ class Packed(Rows):
     rows: tuple[tuple[int, slice], ...]
     unknown: tuple[UnknownToken, ...]
     prompts: tuple[PromptRows, ...]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every token of the step is the only one of its request, and the next one is sampled after it."""
+        return 0 < len(self.samples) == len(self.rows) == len(self.tokens) and not self.prompts
 
     def attention(self) -> list[Scored]:
         """Return the reports of `Channel.ratings`, after the step."""
@@ -116,14 +121,15 @@ class Slots:
 
     def write(self, pool: KvPool, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the `rows` of keys and values `[kv_heads, tokens, head_dim]` to the pool."""
-        rows, blocks, offsets = self._on_device
+        rows, blocks, offsets = self.on_device
         if len(rows) == k.shape[1]:  # all rows: no selection needed
             pool.write(layer, blocks, offsets, k, v)
         elif len(rows):
             pool.write(layer, blocks, offsets, k[:, rows], v[:, rows])
 
     @cached_property
-    def _on_device(self) -> Sequence[Tensor]:
+    def on_device(self) -> Sequence[Tensor]:
+        """Rows, blocks and offsets on `device`."""
         return on_device((self.rows, self.blocks, self.offsets), self.device)
 
 
@@ -347,7 +353,8 @@ class RankRequest:
         matcher: the state of the output grammar. None without a grammar.
         table: its blocks on all instances. `Owners` maps tokens to them.
         num_counted: number of output tokens in `history` and `matcher`.
-        last_token: the token sampled last. -1 before the first.
+        last_token: the token sampled last that the host has read. -1 before the first.
+        on_device: the token sampled last, if the host has not read it: a tensor on the device, and the index in it.
     """
 
     sampling: Sampling
@@ -356,6 +363,19 @@ class RankRequest:
     table: list[BlockRef] = field(default_factory=list)
     num_counted: int = 0
     last_token: int = -1
+    on_device: tuple[Tensor, int] | None = None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the host reads logits, or each token before the next is sampled."""
+        sampling = self.sampling
+        counts = self.history is not None or self.matcher is not None
+        return counts or sampling.logprobs is not None or sampling.output_logits
+
+    def read_token(self, token: int, tokens: Tensor) -> None:
+        """Record a token that the host has read from `tokens` on the device, unless a later one was sampled."""
+        if self.on_device is not None and self.on_device[0] is tokens:
+            self.last_token, self.on_device = token, None
 
     def apply(self, part: Part) -> None:
         """Append a part's new blocks and count its new output tokens."""
@@ -453,46 +473,3 @@ class RankRequests:
         for request_id in request_ids:
             self._requests.pop(request_id, None)
             self.attention.pop(request_id, None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnknownToken:
-    """The last token of a part, sampled by instance `source` in an earlier step, computed by `target` in this step.
-
-    Attributes:
-        row: its index among the packed tokens of `target`. -1 on other ranks.
-    """
-
-    request_id: int
-    source: int
-    target: int
-    row: int
-
-
-def fill_unknown_tokens(packed: Packed, requests: RankRequests, instances: Group, device: torch.device) -> None:
-    """Write the ids of unknown tokens to `packed.tokens` in place. Send the ids that other instances need.
-
-    `instances` connects all instances in order. Its messages are on `device`.
-    """
-    me = instances.rank
-    own_ids = [entry.request_id for entry in packed.unknown if entry.source == me]
-    tokens = {request_id: requests[request_id].last_token for request_id in own_ids}
-    sent_ids: dict[int, list[int]] = {}
-    received_ids: dict[int, list[int]] = {}
-    for entry in packed.unknown:
-        if me == entry.source != entry.target:
-            sent_ids.setdefault(entry.target, []).append(entry.request_id)
-        elif me == entry.target != entry.source:
-            received_ids.setdefault(entry.source, []).append(entry.request_id)
-    if sent_ids or received_ids:
-        sends = {peer: Message([((len(ids),), torch.int64)], device) for peer, ids in sent_ids.items()}
-        for peer, ids in sent_ids.items():
-            sends[peer].tensors[0].copy_(torch.tensor([tokens[request_id] for request_id in ids]))
-        receives = {peer: Message([((len(ids),), torch.int64)], device) for peer, ids in received_ids.items()}
-        instances.start(sends=sends, receives=receives, hop=0).wait()
-        for peer, ids in received_ids.items():
-            tokens.update(zip(ids, receives[peer].tensors[0].tolist(), strict=True))
-    for entry in packed.unknown:
-        if entry.target == me:
-            packed.tokens[entry.row] = tokens[entry.request_id]
-            requests[entry.request_id].count((tokens[entry.request_id],))

@@ -206,7 +206,7 @@ def _run(files: ModelFiles, small: ShrunkenModel, cluster: Cluster, forwards: Se
         try:
             worker = _worker(files, small, cluster, rank, wires)
             try:
-                return [worker.run(forward) for forward in forwards]
+                return [done for forward in forwards for done in (*worker.run(forward), *worker.finish())]
             finally:
                 worker.close()
         except BaseException:

@@ -108,6 +108,14 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     fallbacks: tuple[str, ...] = ()
 
 
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """A rank has recorded some of the graphs of its decode steps."""
+
+    rank: int
+    num_done: int
+    num_graphs: int
+
+
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one rank and its device after the largest step, in bytes.
 
@@ -201,4 +209,4 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     code: int
 
 
-Report = Ready | Measured | Done | Moved | Sent | Regrouped | Stored | Failed | Exited
+Report = Ready | Prepared | Measured | Done | Moved | Sent | Regrouped | Stored | Failed | Exited

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,18 +19,25 @@ Weigh = Callable[[Tensor], Tensor]
 
 def random_tokens(logits: Tensor, draws: Sequence[Draw]) -> dict[int, int]:
     """Sample the rows that are not greedy and have a distribution. Returns tokens by row."""
+    each = ((rows, drawn.tolist()) for rows, drawn in drawn_tokens(logits, draws))
+    tokens = {row: token for rows, drawn in each for row, token in zip(rows, drawn, strict=True)}
+    return {row: token for row, token in tokens.items() if token < logits.shape[-1]}
+
+
+def drawn_tokens(logits: Tensor, draws: Sequence[Draw]) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """Sample the rows that are not greedy. Yield rows and their tokens on the device of the logits.
+
+    The size of the vocabulary as a token means that the row has no distribution.
+    """
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     # Group rows with the same filters, so that a tile with top_k or top_p contains few rows without.
     params = [draw.sampling for draw in draws]
     random.sort(key=lambda row: (params[row].top_p < 1, params[row].top_k > 0, params[row].min_p > 0))
-    tokens: dict[int, int] = {}
     for rows in tiles(random, logits):
         cumulative = weights(logits[list(rows)], [params[row] for row in rows]).cumsum(dim=-1)
         numbers = uniforms((params[row].seed, params[row].choice, draws[row].position) for row in rows)
         targets = cumulative.new_tensor(numbers)[:, None] * cumulative[:, -1:]
-        tokens.update(zip(rows, torch.searchsorted(cumulative, targets, right=True)[:, 0].tolist(), strict=True))
-    vocab = logits.shape[-1]  # an index of `vocab` means that the row has no distribution
-    return {row: token for row, token in tokens.items() if token < vocab}
+        yield rows, torch.searchsorted(cumulative, targets, right=True)[:, 0]
 
 
 def weights(logits: Tensor, params: Sequence[Sampling]) -> Tensor:

@@ -6,9 +6,11 @@ its shares of the model stay too, since they are views of the mapped weights.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,8 +30,12 @@ from longspan.runtime.worker import Transports, Worker, send_report
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
-    from longspan.model.graph_step import Recording
+    from longspan.model.recording import Recording
     from longspan.runtime.device_memory import MemoryProbe
+
+
+_POLL_S = 1e-4
+"""Seconds between two looks for commands and for the results of a step on the device. Longer pauses delay tokens."""
 
 
 class Rank:
@@ -82,19 +88,19 @@ class Rank:
         while True:
             worker = self._worker
             with self._watch.during("controller"):
-                new = inbox.receive(None if worker is None else worker.wakeup)
+                new = inbox.receive() if worker is None else inbox.receive(worker.wakeup, worker.is_ready)
             if worker is not None:
                 worker.prepare(new)
-                for report in worker.arrived():
+                for report in worker.collect(is_idle=not inbox.has_commands):
                     send_report(controller, report)
             match inbox.next():
                 case messages.Stop():
-                    if worker is not None:
-                        worker.settle(sends=False)
+                    for report in () if worker is None else worker.settle(sends=False):
+                        send_report(controller, report)
                     return worker is None or worker.is_idle
                 case messages.Measure() | messages.RunReshard() as command:
-                    if worker is not None:
-                        worker.settle(sends=True)
+                    for report in () if worker is None else worker.settle(sends=True):
+                        send_report(controller, report)
                     del worker  # a device has memory for one share of the model
                     if isinstance(command, messages.Measure):
                         send_report(controller, self._measure())
@@ -200,6 +206,7 @@ class Rank:
             layers=layers,
             stored=self._stored,
             fused=self._config.kernels is not None,
+            triton=self._device.type == "cuda" and find_spec("triton") is not None,
             whole_steps=not self._config.enforce_eager,
             recording=self._recording,
         )
@@ -215,13 +222,24 @@ class Inbox:
         self._decoder = msgspec.msgpack.Decoder(messages.Command)
         self._waiting: deque[messages.Command] = deque()
 
-    def receive(self, wakeup: int | None) -> list[messages.Command]:
-        """Return newly arrived commands. If the queue is empty, wait for a command or the file descriptor `wakeup`."""
+    @property
+    def has_commands(self) -> bool:
+        return bool(self._waiting)
+
+    def receive(self, wakeup: int | None = None, is_ready: Callable[[], bool] | None = None) -> list[messages.Command]:
+        """Return newly arrived commands.
+
+        If the queue is empty, wait for a command, for the file descriptor `wakeup`, or until `is_ready` returns True.
+        """
         poller = zmq.Poller()
         for source in (self._commands, wakeup):
             if source is not None:
                 poller.register(source, zmq.POLLIN)
-        poller.poll(0 if self._waiting else None)
+        if is_ready is None:
+            poller.poll(0 if self._waiting else None)
+        else:
+            while not self._waiting and not poller.poll(0) and not is_ready():
+                time.sleep(_POLL_S)
         new = []
         with suppress(zmq.Again):
             while True:
@@ -237,6 +255,7 @@ def recording_of(backend: AttentionBackend, device: torch.device) -> Recording |
     """Return how to record steps as CUDA graphs. None on CPUs."""
     if device.type != "cuda":
         return None
-    from longspan.model.graph_step import CudaRecorder, Recording  # noqa: PLC0415 - only on CUDA devices
+    from longspan.model.recording import CudaRecorder, Recording  # noqa: PLC0415 - only on CUDA devices
 
-    return Recording(backend=backend, record=CudaRecorder())
+    recorder = CudaRecorder()
+    return Recording(backend=backend, record=recorder, between=recorder.between)

@@ -52,10 +52,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     quantile in vocabulary order is taken. Without a distribution (no token allowed, non-finite logits) the largest
     logit is taken.
     """
-    if any(draw.changes_logits for draw in draws):
-        from longspan.runtime.logit_changes import adjusted  # noqa: PLC0415 - few requests change logits
-
-        logits = adjusted(logits, draws)
+    logits = _changed(logits, draws)
     drawn: dict[int, int] = {}
     if any(draw.sampling.temperature > 0 for draw in draws):
         from longspan.runtime.random_tokens import random_tokens  # noqa: PLC0415 - not for greedy requests
@@ -66,6 +63,27 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         chosen = logits[greedy] if drawn else logits
         drawn.update(zip(greedy, chosen.argmax(dim=-1).tolist(), strict=True))
     return [drawn[row] for row in range(len(draws))]
+
+
+def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Return the tokens of `sample`, `[rows]` int64 on the device of the logits."""
+    logits = _changed(logits, draws)
+    tokens = logits.argmax(dim=-1)
+    if any(draw.sampling.temperature > 0 for draw in draws):
+        from longspan.runtime.random_tokens import drawn_tokens  # noqa: PLC0415 - not for greedy requests
+
+        for rows, drawn in drawn_tokens(logits, draws):
+            at = torch.tensor(rows, device=logits.device)
+            tokens[at] = torch.where(drawn < logits.shape[-1], drawn, tokens[at])
+    return tokens
+
+
+def _changed(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    if not any(draw.changes_logits for draw in draws):
+        return logits
+    from longspan.runtime.logit_changes import adjusted  # noqa: PLC0415 - few requests change logits
+
+    return adjusted(logits, draws)
 
 
 def tiles(rows: Sequence[int], logits: Tensor) -> Iterator[Sequence[int]]:

@@ -13,6 +13,7 @@ from longspan.attn.comm import ALONE, Group, Transport, hidden_hops
 from longspan.core.cluster import Cluster
 from longspan.core.sparse import SPARSE_HOPS
 from longspan.core.steps import Link
+from longspan.model.step import RecordedSums
 from longspan.runtime.batch import Channel
 
 WEIGHTS = "weights"
@@ -116,6 +117,12 @@ class StepComm:
         from longspan.attn.collectives import all_reduce  # noqa: PLC0415 - only with tensor parallelism
 
         return all_reduce(self.inside("all_reduce"), partial)
+
+    def recorded_sums(self) -> RecordedSums | None:
+        """Return the sums over the ranks of a stage that a device makes and records. None if they are messages."""
+        if self._lanes.inside.sums is None:
+            return None
+        return RecordedSums(reduce=self.all_reduce, sent=self.sent)
 
     def _is_alike(self, instance: int) -> bool:
         return self._cluster.are_alike(instance, self._instance)

@@ -59,10 +59,10 @@ class Stopwatch:
     def watch_linear(self, module: nn.Module) -> None:
         if not self.enabled:
             return
-        from longspan.model.fused import FusedLayer  # noqa: PLC0415 - only with recorded times
+        from longspan.model.fused import ReplacedForward  # noqa: PLC0415 - only with recorded times
 
         for layer in module.modules():
-            if isinstance(layer, nn.Linear) or isinstance(vars(layer).get("forward"), FusedLayer):
+            if isinstance(layer, nn.Linear) or isinstance(vars(layer).get("forward"), ReplacedForward):
                 layer.register_forward_pre_hook(self._enter_linear)
                 layer.register_forward_hook(self._leave_linear)
 

@@ -9,7 +9,6 @@ import errno
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isnan
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -19,16 +18,18 @@ from torch import Tensor
 
 from longspan.attn.comm import CommError, Message, Pending, Transport
 from longspan.core.cluster import Cluster
-from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
+from longspan.core.steps import Forward
 from longspan.model.adapter import Model
 from longspan.model.trunk import Output
 from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
-from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, fill_unknown_tokens, pack
+from longspan.runtime.batch import Packed, RankRequest, RankRequests, pack
 from longspan.runtime.pool import KvPool
-from longspan.runtime.sampling import sample, token_logprobs
+from longspan.runtime.results import Results, results_of
+from longspan.runtime.sampling import sample, sample_on_device
 from longspan.runtime.step_comm import StepComm, StepLanes
 from longspan.runtime.timing import Stopwatch, TimedTransport
+from longspan.runtime.unknown_tokens import fill_unknown_tokens, needs_host
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
@@ -37,12 +38,9 @@ if TYPE_CHECKING:
     from longspan.runtime.host_pool import HostPool
     from longspan.runtime.layerwise import Layerwise
     from longspan.runtime.moves import Moves, StepMoves
+    from longspan.runtime.run_ahead import UnreadStep
 
-_Results = tuple[tuple[Sampled, ...], tuple[Scored, ...], tuple[int, ...]]
-"""Sampled tokens, scored prompts, and the ids of requests with non-finite numbers."""
 _HIDDEN_HOP, _SAMPLES_HOP = 0, 1
-_LOGITS_TILE = 256
-"""Prompt tokens whose logits are computed at once. The logits of 8K tokens would need more memory than most models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +109,8 @@ class Worker:
         self._requests = RankRequests(files, model.info, self._device, samples=self._is_last)
         self._sends = deque[Pending]()  # messages to other stages, oldest first
         self._unread = deque[tuple[tuple[int, ...], Message, Pending]]()  # samples of the last stage, oldest first
+        self._runs_ahead = num_stages == 1 and not watch.enabled and runs_ahead(self._device)
+        self._unread_step: UnreadStep | None = None
         self._watch = watch
         self._lanes = transports.steps.each(lambda lane: TimedTransport(lane, watch))
         self._rebalances = TimedTransport(transports.rebalances, self._watch)
@@ -130,10 +130,12 @@ class Worker:
         return None if self._moves is None else self._moves.wakeup
 
     def execute(self, command: messages.WorkerCommand) -> Iterator[messages.Report]:
-        """Execute a command, and yield its reports."""
+        """Execute a command, and yield its reports, also those of the step before that were not read."""
+        if isinstance(command, messages.RunForward):
+            yield from self.run(command.step)
+            return
+        yield from self.finish()
         match command:
-            case messages.RunForward(step):
-                yield self.run(step)
             case messages.RunMoves(moves):
                 assert self._moves is not None, "a cluster with one pool moves no KV"
                 yield from self._moves.send(moves)
@@ -142,15 +144,32 @@ class Worker:
             case messages.Prepare(max_num_seqs, max_model_len, max_tokens):
                 if self._pool.kv:
                     self._backend.prepare(self._pool.kv[0], {*self._model.specs}, max_tokens, max_model_len)
-                self._model.trunk.prepare(self._pool.kv, max_num_seqs, max_model_len)
+                for num_done, num_graphs in self._prepare(max_num_seqs, max_model_len):
+                    yield messages.Prepared(self._rank, num_done, num_graphs)
                 yield messages.Ready(rank=self._rank)
 
-    def arrived(self) -> Sequence[messages.Report]:
-        """Return the reports of moves that have completed."""
-        return () if self._moves is None else self._moves.take_arrived()
+    def _prepare(self, max_num_seqs: int, max_model_len: int) -> Iterator[tuple[int, int]]:
+        """Prepare decode steps. All ranks do it at the same time, since recorded sums are also made."""
+        sums = self._comm(0).recorded_sums() if self._cluster.tp(self._instance) > 1 else None
+        by_pieces = self._cluster.num_instances > 1 or self._host is not None
+        return self._model.trunk.prepare(self._pool.kv, max_num_seqs, max_model_len, sums=sums, by_pieces=by_pieces)
 
-    def settle(self, *, sends: bool) -> None:
-        """Read all samples of the last stage. `sends`: wait until all messages to other stages have left, too."""
+    def _comm(self, number: int) -> StepComm:
+        num_layers = self._model.info.num_layers
+        return StepComm(self._lanes, number, cluster=self._cluster, rank=self._rank, num_layers=num_layers)
+
+    def collect(self, *, is_idle: bool) -> Iterator[messages.Report]:
+        """Yield the reports of completed moves, and if no command waits, of a step whose results have become ready."""
+        yield from () if self._moves is None else self._moves.take_arrived()
+        if is_idle and self._unread_step is not None and self._unread_step.copy.is_ready():
+            yield from self.finish()
+
+    def settle(self, *, sends: bool) -> Iterator[messages.Report]:
+        """Read all samples of the last stage. `sends`: wait until all messages to other stages have left, too.
+
+        Yield the report of the latest step if it was not read.
+        """
+        yield from self.finish()
         self._read_samples(len(self._unread))
         while sends and self._sends:
             self._sends.popleft().wait()
@@ -179,14 +198,26 @@ class Worker:
 
         Either no move is in flight, or the transports are closed.
         """
+        self._unread_step = None
         if self._moves is not None:
             self._moves.close()
         if self._layerwise is not None:
             self._layerwise.close()
         self._model.trunk.release_pool()
 
-    def run(self, forward: Forward) -> messages.Done:
-        """Compute this rank's share of a step, and sample."""
+    def finish(self) -> Iterator[messages.Done]:
+        """Wait for the results of the latest step if they were not read, and yield its report."""
+        unread, self._unread_step = self._unread_step, None
+        if unread is not None:
+            yield unread.read(self._requests)
+
+    @property
+    def is_ready(self) -> Callable[[], bool] | None:
+        """Returns whether the results of the latest step are on the host. None if they were read."""
+        return None if self._unread_step is None else self._unread_step.copy.is_ready
+
+    def run(self, forward: Forward) -> Iterator[messages.Done]:
+        """Launch this rank's share of a step. Yield the reports of steps whose results the host has read."""
         packed = pack(
             forward,
             self._requests,
@@ -196,13 +227,9 @@ class Worker:
             backend=self._backend,
             host=self._host,
         )
-        comm = StepComm(
-            self._lanes,
-            forward.number,
-            cluster=self._cluster,
-            rank=self._rank,
-            num_layers=self._model.info.num_layers,
-        )
+        if needs_host(packed, self._instance):
+            yield from self.finish()
+        comm = self._comm(forward.number)
         moves = self._begin_moves(forward, comm)
         if self._reads_tokens or self._is_last:  # the stage embeds tokens or counts them
             own_ids = {token.request_id for token in packed.unknown if token.source == self._instance}
@@ -220,11 +247,14 @@ class Worker:
             moves=moves,
             host=self._host,
         )
-        sampled, scored, non_finite = self._compute(packed, comm, attention)
+        output = self._forward(packed, comm, attention)
+        stays = self._runs_ahead and output is not None and packed.is_decode
+        stays = stays and not any(request.reads_tokens for request in self._sampling(packed))
+        sampled, scored, non_finite = ((), (), ()) if output is None or stays else self._results(packed, output, comm)
         attention.finish()
         self._lanes.complete_sends()
         self._rebalances.complete_sends()
-        return messages.Done(
+        done = messages.Done(
             rank=self._rank,
             number=forward.number,
             sampled=sampled,
@@ -233,6 +263,11 @@ class Worker:
             non_finite=non_finite,
             times=self._watch.seconds(),
         )
+        unread = self._sample_later(packed, output.result, done) if output is not None and stays else None
+        yield from self.finish()
+        if unread is None:
+            yield done
+        self._unread_step = unread
 
     def _begin_moves(self, forward: Forward, comm: StepComm) -> StepMoves | None:
         """Copy blocks within the pool, and begin the moves between instances. Return None if there are none."""
@@ -255,26 +290,41 @@ class Worker:
             self._layerwise = Layerwise(self._model)
         return self._layerwise
 
-    def _compute(self, packed: Packed, comm: StepComm, attention: StepAttention) -> _Results:
-        """Run the model, and send hidden states or samples to other stages. Return the results to report."""
+    def _forward(self, packed: Packed, comm: StepComm, attention: StepAttention) -> Output | None:
+        """Run the model. Stages before the last send hidden states, and return None, as ranks without tokens do."""
         if not len(packed.tokens):
             with self._model.summed_by(comm.all_reduce):
                 attention.without_tokens(self._dtype, self._device)
-            return (), (), ()
+            return None
         hidden = self._receive_hidden(packed, comm)
         output = self._model.trunk.run(packed, attention, hidden=hidden, reduce=comm.all_reduce)
-        if not self._is_last:
-            self._send_hidden(output.result, comm)
-            self._expect_samples(packed, comm)
-            return (), (), ()
+        if self._is_last:
+            return output
+        self._send_hidden(output.result, comm)
+        self._expect_samples(packed, comm)
+        return None
+
+    def _results(self, packed: Packed, output: Output, comm: StepComm) -> Results:
+        """Sample, and send samples to other stages. Return the results to report."""
         tokens = self._sample(packed, output.result)
         self._send_samples(tokens, comm)
         if self._shard:  # every rank of the last stage samples all tokens, the first one reports them
             return (), (), ()
-        sampled = tuple(self._sampled(packed, output.result, tokens))
-        scored = tuple(self._score(prompt, output) for prompt in packed.prompts)
-        nan_ids = (scores.request_id for scores in scored if any(isnan(entry.logprob) for entry in scores.logprobs))
-        return sampled, scored, (*self._non_finite(packed, output, tokens), *nan_ids)
+        return results_of(packed, output, tokens, self._requests)
+
+    def _sampling(self, packed: Packed) -> list[RankRequest]:
+        return [self._requests[request_id] for request_id in packed.request_ids]
+
+    def _sample_later(self, packed: Packed, logits: Tensor, done: messages.Done) -> UnreadStep:
+        """Sample one token per row of `logits [n, vocab]` on the device. The host reads the tokens later."""
+        from longspan.runtime.run_ahead import UnreadStep  # noqa: PLC0415 - only on CUDA devices
+
+        requests = self._sampling(packed)
+        draws = [request.draw(one) for request, one in zip(requests, packed.samples, strict=True)]
+        unread = UnreadStep.of(packed, logits, sample_on_device(logits, draws), done, is_reported=not self._shard)
+        for row, request in enumerate(requests):
+            request.on_device = unread.tokens, row
+        return unread
 
     def _receive_hidden(self, packed: Packed, comm: StepComm) -> Tensor | None:
         """Receive the hidden states of this rank's tokens from the previous stage. None on the first stage."""
@@ -323,66 +373,16 @@ class Worker:
         """Sample one token per row of `logits [n, vocab]`."""
         if not packed.samples:
             return []
-        requests = [self._requests[request_id] for request_id in packed.request_ids]
+        requests = self._sampling(packed)
         tokens = sample(logits, [request.draw(s) for request, s in zip(requests, packed.samples, strict=True)])
         for request, token in zip(requests, tokens, strict=True):
-            request.last_token = token
+            request.last_token, request.on_device = token, None
         return tokens
 
-    def _sampled(self, packed: Packed, logits: Tensor, tokens: Sequence[int]) -> Iterator[Sampled]:
-        """Yield the sampled tokens, with the logits and logprobs that their requests ask for."""
-        requests = [self._requests[request_id] for request_id in packed.request_ids]
-        logprobs = _logprobs(logits, tokens, requests)
-        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-            data = logits[row].cpu().numpy().tobytes() if request.sampling.output_logits else b""
-            yield Sampled(
-                request_id=packed.request_ids[row],
-                token=token,
-                logits=data,
-                logprobs=logprobs.get(row),
-                error=request.error,
-            )
 
-    def _non_finite(self, packed: Packed, output: Output, tokens: Sequence[int]) -> tuple[int, ...]:
-        """List the requests with final hidden states or logits `[n, vocab]` that are NaN or infinite.
-
-        The residual stream carries NaN or infinity from any layer to the token's final hidden state and its logits.
-        `sample` prefers NaN and infinity, so checking the sampled token's logit is enough. A logit of -inf excludes a
-        token: it is sampled only if all logits are -inf.
-        """
-        finite: dict[int, bool] = {}
-        if tokens:
-            logits = output.result
-            chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
-            finite.update(zip(packed.request_ids, chosen.isfinite().tolist(), strict=True))
-        chunks = [(i, rows) for i, rows in packed.rows if rows.stop - rows.start > 1 or i not in finite]
-        if chunks:
-            # The sum needs one pass, and is finite only if all numbers are finite.
-            assert output.last_hidden is not None, "such a step is computed layer by layer"
-            are_finite = output.last_hidden.sum(dim=-1, dtype=torch.float32).isfinite()
-            all_finite = torch.stack([are_finite[rows].all() for _, rows in chunks]).tolist()
-            for (request_id, _), is_finite in zip(chunks, all_finite, strict=True):
-                finite[request_id] = finite.get(request_id, True) and is_finite
-        return tuple(request_id for request_id, is_finite in finite.items() if not is_finite)
-
-    def _score(self, prompt: PromptRows, output: Output) -> Scored:
-        """Return the logprobs of prompt tokens. Compute their logits one tile of tokens at a time."""
-        num_top = self._requests[prompt.request_id].sampling.prompt_logprobs or 0
-        logprobs: list[TokenLogprobs] = []
-        for start in range(0, len(prompt.rows), _LOGITS_TILE):
-            targets = prompt.targets[start : start + _LOGITS_TILE]
-            logits = output.logits(prompt.rows[start : start + _LOGITS_TILE])
-            logprobs += token_logprobs(logits, targets, [num_top] * len(targets))
-        return Scored(request_id=prompt.request_id, positions=prompt.positions, logprobs=tuple(logprobs))
-
-
-def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequest]) -> dict[int, TokenLogprobs]:
-    requested = enumerate(request.sampling.logprobs for request in requests)
-    num_top = {row: number for row, number in requested if number is not None}
-    if not num_top:
-        return {}
-    logprobs = token_logprobs(logits[list(num_top)], [tokens[row] for row in num_top], list(num_top.values()))
-    return dict(zip(num_top, logprobs, strict=True))
+def runs_ahead(device: torch.device) -> bool:
+    """Return whether steps are launched before the results of the step before are read."""
+    return device.type == "cuda"
 
 
 def send_report(controller: zmq.Socket[bytes], report: messages.Report) -> None:

@@ -25,6 +25,7 @@ from longspan.attn import shared_memory
 from longspan.attn.comm import NO_PEERS
 from longspan.attn.routing import DirectedTransport, RoutedTransport
 from longspan.attn.transports import TorchTransport, meet, peer_errors
+from longspan.model.files import cache_root
 from longspan.runtime.child import end_with_parent
 from longspan.runtime.contact import Contact
 from longspan.runtime.executor.forkserver import StartWorker
@@ -212,9 +213,13 @@ def _directed(rank: int, device: torch.device) -> DirectedTransport:
 
 
 def open_device(kind: str, rank: int) -> torch.device:
-    """Return the device of a rank, numbered among the ranks of its host, and select it. Ranks may share devices."""
+    """Return the device of a rank, numbered among the ranks of its host, and select it. Ranks may share devices.
+
+    Triton keeps compiled kernels in longspan's cache, next to the weights.
+    """
     if kind == "cpu":
         return torch.device("cpu")
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_root() / "triton"))
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn, Protocol, Self, TypeVar
 
@@ -177,11 +177,22 @@ class WorkerExecutor:
     def prepare(self, max_num_seqs: int, max_model_len: int, max_tokens: int = 8192) -> None:
         """Prepare steps of up to `max_num_seqs` requests and `max_tokens` tokens on all ranks, before any other step.
 
+        A progress bar shows the recorded graphs of rank 0.
+
         Raises:
             WorkerLostError: if a worker dies or raises, for example from lack of memory.
         """
         self._send(messages.Prepare(max_num_seqs, max_model_len, max_tokens), range(len(self._workers)))
-        self._await(messages.Ready)
+        from tqdm import tqdm  # noqa: PLC0415 - only for CUDA devices
+
+        with tqdm(desc="CUDA graphs", unit="graph", dynamic_ncols=True, disable=None) as bar:
+
+            def show(report: messages.Prepared) -> None:
+                if report.rank == 0:
+                    bar.total = report.num_graphs
+                    bar.update(report.num_done - bar.n)
+
+            self._await(messages.Ready, show)
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """Wait for completions. A lost worker closes this executor."""
@@ -225,7 +236,7 @@ class WorkerExecutor:
         except OSError as error:
             self._lose(rank, f"it does not start: {error}")
 
-    def _await(self, kind: type[ReportT]) -> list[ReportT]:
+    def _await(self, kind: type[ReportT], show: Callable[[messages.Prepared], None] = lambda _: None) -> list[ReportT]:
         """Wait until every rank has sent such a report. Returns them in order of arrival."""
         reports: dict[int, ReportT] = {}
         deadline = time.monotonic() + _START_TIMEOUT_S
@@ -236,6 +247,8 @@ class WorkerExecutor:
                 self._lose(missing, f"not ready after {_START_TIMEOUT_S:.0f} s")
             elif isinstance(report, kind):
                 reports[report.rank] = report
+            elif isinstance(report, messages.Prepared):
+                show(report)
             else:
                 self._take(report)
         return list(reports.values())
