@@ -125,8 +125,6 @@ class Group:
 
     Args:
         tags: one per hop. No other group that sends at the same time uses them.
-        early: carries messages whose receive starts long before the send. The default is `transport`, which must then
-            be tagged, or must carry nothing else meanwhile.
 
     Attributes:
         rank: this member's index in the group.
@@ -145,13 +143,12 @@ class Group:
         name: str = "",
         tags: range = _ANY_TAG,
         sent: Counter[tuple[str, Link]] | None = None,
-        early: Transport | None = None,
     ) -> None:
         self.rank, self.size = rank, len(members)
         self.hosts = (0,) * self.size if hosts is None else tuple(hosts)
         assert len(self.hosts) == self.size, "every member has a host"
         self.sent = Counter() if sent is None else sent
-        self._transport, self._early = transport, early or transport
+        self._transport = transport
         self._members, self._name, self._tags = tuple(members), name, tags
 
     @property
@@ -169,11 +166,11 @@ class Group:
 
         Args:
             hop: numbers the call in the exchange. Negative numbers count from the last hop.
-            early: receivers call before the sender has computed the message, and both ends make other calls meanwhile.
-                Two ranks start such calls in the same order.
+            early: a receive before the sender has computed the message, while both ends make other calls. Without
+                tags it starts in `wait`: a device would run it first, and block the calls that the sender waits for.
         """
         assert hop < len(self._tags), f"hop {hop} of {self._name}, which has tags for {len(self._tags)}"
-        tag, transport = self._tags[hop], self._early if early else self._transport
+        tag, transport = self._tags[hop], self._transport
         outgoing = {member: message for member, message in sends.items() if message.payload_bytes}
         incoming = {member: message for member, message in receives.items() if message.payload_bytes}
         if not outgoing and not incoming:
@@ -182,11 +179,12 @@ class Group:
             if transport.tagged:
                 message.seal(tag)
             self.sent[self._name, self.link(member)] += message.payload_bytes
-        pending = transport.start(
-            [(self._members[member], message.buffer) for member, message in outgoing.items()],
-            [(self._members[member], message.buffer) for member, message in incoming.items()],
-            tag,
-        )
+        sent = [(self._members[member], message.buffer) for member, message in outgoing.items()]
+        received = [(self._members[member], message.buffer) for member, message in incoming.items()]
+        if early and not transport.tagged:
+            assert not outgoing, "only receives are early"
+            return _Deferred(lambda: transport.start([], received, tag))
+        pending = transport.start(sent, received, tag)
         return _Verified(pending, list(incoming.values()), tag) if transport.tagged else pending
 
     def sum(self, tensor: Tensor, num_bytes: int) -> Tensor | None:
@@ -213,6 +211,16 @@ class _Verified:
             self.pending.wait()
         for message in self.messages:
             message.verify(self.tag)
+
+
+@dataclass(frozen=True)
+class _Deferred:
+    """A transfer that starts when it is waited for."""
+
+    start: Callable[[], Pending]
+
+    def wait(self) -> None:
+        self.start().wait()
 
 
 class _NoPeers:

@@ -33,20 +33,18 @@ class StepLanes:
 
     Attributes:
         exchange: between instances, for exchanges.
-        early: between instances, for messages that start before the layer is computed, see `Group.start`.
         inside: between the ranks of a stage, for tensor parallelism.
         weights: between the ranks of a stage, for weights, which are fetched one layer ahead.
     """
 
     exchange: Transport
-    early: Transport
     inside: Transport
     weights: Transport
 
     @classmethod
     def one(cls, transport: Transport) -> Self:
         """Use one tagged transport for all lanes."""
-        return cls(exchange=transport, early=transport, inside=transport, weights=transport)
+        return cls(exchange=transport, inside=transport, weights=transport)
 
     def each(self, change: Callable[[Transport], Transport]) -> StepLanes:
         return StepLanes(**{name: change(lane) for name, lane in vars(self).items()})
@@ -128,7 +126,6 @@ class StepComm:
             name=name,
             tags=tags,
             sent=self.sent,
-            early=transport or self._lanes.early,
         )
 
     def _tag(self, layer: int, channel: int) -> int:

@@ -76,7 +76,7 @@ def chain(call: Call) -> Sequence[KeysAndValues]:
     for target, before, added in zip(grown.tensors, started.predecessor.tensors, own, strict=True):
         torch.cat([before, added], dim=1, out=target)
     if rank + 1 < group.size:
-        group.start(sends={rank + 1: grown}, receives={}, hop=1, early=True)
+        group.start(sends={rank + 1: grown}, receives={}, hop=1)
     started.cached_arrival.wait()
     cached = [parts.cached(member, spec.window, rank) for member in range(group.size)]
     attend_joined(call, [*cached, new], [*started.cached, grown])
