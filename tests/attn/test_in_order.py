@@ -227,13 +227,11 @@ class EagerGroup:
     """A group that posts the receives of a chain a layer ahead, on a lane of their own, as if messages had tags."""
 
     def __init__(self, inner: Group, ahead: Group) -> None:
-        self.inner, self.ahead = inner, ahead
+        self.inner, self.ahead, self.tagged = inner, ahead, True
         self.rank, self.size, self.peers = inner.rank, inner.size, inner.peers
 
-    def start(
-        self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int, early: bool = False
-    ) -> Pending:
-        assert hop in range(2) and (not early or not sends)
+    def start(self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int) -> Pending:
+        assert hop in range(2), "cached keys, then new ones"
         return (self.ahead if hop else self.inner).start(sends=sends, receives=receives, hop=hop)
 
 

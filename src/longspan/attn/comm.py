@@ -129,6 +129,7 @@ class Group:
     Attributes:
         rank: this member's index in the group.
         size: the number of members.
+        tagged: see `Transport`.
         hosts: the host of each member.
         sent: payload bytes sent so far, by exchange name and link. The groups of a rank share it.
     """
@@ -148,7 +149,7 @@ class Group:
         self.hosts = (0,) * self.size if hosts is None else tuple(hosts)
         assert len(self.hosts) == self.size, "every member has a host"
         self.sent = Counter() if sent is None else sent
-        self._transport = transport
+        self._transport, self.tagged = transport, transport.tagged
         self._members, self._name, self._tags = tuple(members), name, tags
 
     @property
@@ -159,15 +160,11 @@ class Group:
     def link(self, member: int) -> Link:
         return "same_host" if self.hosts[member] == self.hosts[self.rank] else "other_host"
 
-    def start(
-        self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int, early: bool = False
-    ) -> Pending:
+    def start(self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int) -> Pending:
         """Start to send to members and to receive from them. Both ends skip empty messages.
 
         Args:
             hop: numbers the call in the exchange. Negative numbers count from the last hop.
-            early: a receive before the sender has computed the message, while both ends make other calls. Without
-                tags it starts in `wait`: a device would run it first, and block the calls that the sender waits for.
         """
         assert hop < len(self._tags), f"hop {hop} of {self._name}, which has tags for {len(self._tags)}"
         tag, transport = self._tags[hop], self._transport
@@ -179,12 +176,11 @@ class Group:
             if transport.tagged:
                 message.seal(tag)
             self.sent[self._name, self.link(member)] += message.payload_bytes
-        sent = [(self._members[member], message.buffer) for member, message in outgoing.items()]
-        received = [(self._members[member], message.buffer) for member, message in incoming.items()]
-        if early and not transport.tagged:
-            assert not outgoing, "only receives are early"
-            return _Deferred(lambda: transport.start([], received, tag))
-        pending = transport.start(sent, received, tag)
+        pending = transport.start(
+            [(self._members[member], message.buffer) for member, message in outgoing.items()],
+            [(self._members[member], message.buffer) for member, message in incoming.items()],
+            tag,
+        )
         return _Verified(pending, list(incoming.values()), tag) if transport.tagged else pending
 
     def sum(self, tensor: Tensor, num_bytes: int) -> Tensor | None:
@@ -211,16 +207,6 @@ class _Verified:
             self.pending.wait()
         for message in self.messages:
             message.verify(self.tag)
-
-
-@dataclass(frozen=True)
-class _Deferred:
-    """A transfer that starts when it is waited for."""
-
-    start: Callable[[], Pending]
-
-    def wait(self) -> None:
-        self.start().wait()
 
 
 class _NoPeers:

@@ -19,7 +19,7 @@ from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
 
 if TYPE_CHECKING:
-    from longspan.attn.hosted import HostSource
+    from longspan.attn.hosted import HostPieces, HostSource
     from longspan.runtime.host_pool import HostPool
     from longspan.runtime.layerwise import Layerwise, LayerwiseStep
     from longspan.runtime.layerwise.layers import Arguments
@@ -57,6 +57,8 @@ class StepAttention:
             assert layerwise is not None, "layerwise exchanges need a model"
             self._layerwise = layerwise.step(packed, comm, pool=pool, watch=watch)
         self._started: dict[int, object] = {}
+        self._hosted: list[HostSource | None] = []
+        self._pieces: HostPieces | None = None
         self._start(pool.layers[0])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ class StepAttention:
             self._stream(layer - 1 if self._stores_late else layer)
             out = torch.empty_like(q)
             kv = self._pool.layer(layer)
-            for channel, exchange in self._channels:
+            for (channel, exchange), host in zip(self._channels, self._hosted, strict=True):
                 call = Call(
                     exchange=channel.exchange,
                     group=self._comm.channel(layer, channel),
@@ -87,7 +89,7 @@ class StepAttention:
                     layers=self._pool.layers,
                     first_kv_head=self._first_kv_heads[layer] if self._first_kv_heads else 0,
                     started=self._started.pop(channel.number, None) if exchange.start else None,
-                    host=self._host_source(channel, layer),
+                    host=host,
                 )
                 for (keys, values), slots in zip(exchange.attend(call) or (), channel.slots, strict=True):
                     slots.write(self._pool, layer, keys, values)
@@ -145,18 +147,24 @@ class StepAttention:
         self(layer, q, kv, kv)
 
     def _host_source(self, channel: Channel, layer: int) -> HostSource | None:
+        """Start to copy host-resident keys of a layer to the device."""
         if channel.hosted is None:
             return None
-        from longspan.attn.hosted import HostSource  # noqa: PLC0415 - only with a host tier
+        from longspan.attn.hosted import HostPieces, HostSource  # noqa: PLC0415 - only with a host tier
 
         assert self._host is not None, "host-resident keys need a host pool"
-        kv, staging = self._host.layer(layer), self._host.staging
-        return HostSource(parts=channel.hosted, member=channel.rank, kv=kv, staging=staging)
+        if self._pieces is None:
+            self._pieces = HostPieces(self._host.staging)
+        kv, pieces = self._host.layer(layer), self._pieces
+        source = HostSource(parts=channel.hosted, member=channel.rank, kv=kv, pieces=pieces)
+        source.prefetch(self._specs[layer].window)
+        return source
 
     def _start(self, layer: int | None) -> None:
-        """Start the sends and receives of a layer that need no result of that layer."""
+        """Start the sends, receives and copies of a layer that need no result of that layer."""
         if layer is None:
             return
+        self._hosted = [self._host_source(channel, layer) for channel, _ in self._channels]
         for channel, exchange in self._channels:
             if exchange.start is not None:
                 if self._moves is not None:

@@ -176,6 +176,7 @@ class Rank:
                 num_blocks=cluster.host_blocks[number],
                 block_size=pool.block_size,
                 dtype=pool.dtype,
+                cuda=torch.cuda.cudart() if self._device.type == "cuda" else None,
             )
         return self._host_blocks
 
