@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from late_cuda import LateCuda
 from torch import Tensor
 
 from longspan.attn import hosted
+from longspan.attn.backends import nothing_seen
 from longspan.attn.backends.pytorch import TorchCpu
 from longspan.attn.comm import ALONE
 from longspan.attn.exchanges import Call
 from longspan.attn.exchanges.local import local
-from longspan.attn.hosted import HostSource, HostStaging, Shape, Staging
-from longspan.attn.member import MemberPart, MemberParts
-from longspan.attn.paged import KeysAndValues, PagedKv
+from longspan.attn.hosted import DeviceStaging, HostPieces, HostSource, HostStaging, Staging
+from longspan.attn.member import MemberPart, MemberParts, QueryBatch
+from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.blocks import BlockRef
 from longspan.core.exchange import LOCAL
@@ -25,29 +27,10 @@ from longspan.core.runs import Run
 BLOCK, DEVICE, HOST = 4, 0, 9
 
 
-class LateStaging:
-    """Copies when a piece is wanted, as late as a device may, or `early`, when it is begun."""
-
-    def __init__(self, *, early: bool) -> None:
-        self._inner, self._early = HostStaging(), early
-        self._begun: dict[int, Callable[[], None]] = {}
-        self.log: list[tuple[str, int]] = []
-
-    def begin(self, buffer: int, shape: Shape, dtype: torch.dtype, fill: Callable[[KeysAndValues], None]) -> None:
-        """See `Staging`."""
-        self.log.append(("begin", buffer))
-        assert buffer not in self._begun, "a piece that was brought is used before the next one comes there"
-        self._begun[buffer] = lambda: self._inner.begin(buffer, shape, dtype, fill)
-        if self._early:
-            self._begun[buffer]()
-
-    def end(self, buffer: int) -> KeysAndValues:
-        """See `Staging`."""
-        self.log.append(("end", buffer))
-        begin = self._begun.pop(buffer)
-        if not self._early:
-            begin()
-        return self._inner.end(buffer)
+def stagings() -> list[Staging]:
+    """Blocks read in place, and copied as late and as early as a device may copy them."""
+    cudas: list[Any] = [LateCuda(is_early=is_early) for is_early in (False, True)]
+    return [HostStaging(), *(DeviceStaging(torch.device("cpu"), cuda) for cuda in cudas)]
 
 
 def pools(
@@ -101,7 +84,9 @@ def attend(requests: list[tuple[int, int, set[int]]], spec: AttnSpec, staging: S
         return PagedKv(keys=torch.cat([kv.keys for kv in kvs]), values=torch.cat([kv.values for kv in kvs]))
 
     q = torch.cat(queries, dim=1)
-    source = HostSource(parts=MemberParts(there, backend), member=0, kv=joined(host_kv), staging=staging)
+    parts, pieces = MemberParts(there, backend), HostPieces(staging)
+    source = HostSource(parts=parts, member=0, kv=joined(host_kv), pieces=pieces)
+    source.prefetch(spec.window)
     call = Call(
         exchange=LOCAL,
         group=ALONE,
@@ -123,26 +108,77 @@ REQUESTS = [(40, 1, {0, 1, 2, 5}), (61, 1, set()), (37, 6, set(range(8))), (3, 1
 
 @pytest.mark.parametrize("window", [None, 7, 30])
 @pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("staging", stagings(), ids=["in place", "late", "early"])
 @pytest.mark.usefixtures("one_thread")
 def test_both_sources_together_are_exact(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, kv_heads: int, early: bool
+    monkeypatch: pytest.MonkeyPatch, window: int | None, kv_heads: int, staging: Staging
 ) -> None:
-    """Pieces of two blocks, so that most requests have several pieces."""
+    """Pieces of two blocks, so that most requests have several pieces. The second step uses the same buffers."""
     monkeypatch.setattr(hosted, "PIECE_TOKENS", 2 * BLOCK)
     spec = AttnSpec(num_heads=4, num_kv_heads=kv_heads, head_dim=8, scale=0.3, window=window, softcap=None)
-    out, wanted = attend(REQUESTS, spec, LateStaging(early=early))
-    assert (out - wanted).abs().max() < 1e-5
+    for requests in (REQUESTS[2:], REQUESTS):
+        out, wanted = attend(requests, spec, staging)
+        assert (out - wanted).abs().max() < 1e-5
 
 
+class TimedBackend(TorchCpu):
+    """Attention takes `attend_s` on the device of a `LateCuda`."""
+
+    def __init__(self, cuda: LateCuda, attend_s: float) -> None:
+        super().__init__()
+        self._cuda, self._attend_s = cuda, attend_s
+
+    def attend(self, *args: Any, **kwargs: Any) -> Any:
+        self._cuda.computation.clock_s += self._attend_s
+        return super().attend(*args, **kwargs)
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize(("attend_s", "ratio"), [(3.0, 1.15), (1.125, 1.15), (0.5, 2.2)])
 @pytest.mark.usefixtures("one_thread")
-def test_a_piece_comes_while_the_one_before_is_attended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_hidden_by_attention_over_all_parts_and_layers(
+    monkeypatch: pytest.MonkeyPatch, attend_s: float, ratio: float, num_parts: int
+) -> None:
+    """A piece is copied in one second. A prompt on the host takes 1.15 times the attention, or as long as the bus."""
     monkeypatch.setattr(hosted, "PIECE_TOKENS", 2 * BLOCK)
     spec = AttnSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, window=None, softcap=None)
-    staging = LateStaging(early=True)
-    attend([(40, 6, set(range(6)))], spec, staging)
-    assert staging.log == [
-        *(("begin", 0), ("begin", 1), ("end", 0)),
-        *(("begin", 0), ("end", 1)),
-        ("end", 0),
+    num_layers, num_blocks = 8, 12 // num_parts
+    cuda: Any = LateCuda(is_early=True, copy_s=0.5)  # keys and values
+    backend, pieces = TimedBackend(cuda, attend_s), HostPieces(DeviceStaging(torch.device("cpu"), cuda))
+    layers = [PagedKv(keys=keys, values=keys) for keys in torch.randn(num_layers, 12, 2, BLOCK, 8)]
+    start = num_blocks * BLOCK
+    parts = [
+        MemberPart(
+            rows=slice(4 * number, 4 * number + 4),
+            q_runs=((Run(start, start + 4),),),
+            kv_runs=((Run(0, start),),),
+            blocks=range(num_blocks * number, num_blocks * (number + 1)),
+        )
+        for number in range(num_parts)
     ]
+    hosts = [HostSource(parts=MemberParts(parts, TorchCpu()), member=0, kv=kv, pieces=pieces) for kv in layers]
+    q = torch.randn(4, 4 * num_parts, 8)
+    hosts[0].prefetch(None)
+    waits = []
+    for layer, source in enumerate(hosts):
+        batch = QueryBatch(0, tuple(range(num_parts)), q)
+        source.merge(backend, [batch], [None], [nothing_seen(q)], spec)
+        if layer + 1 < num_layers:
+            hosts[layer + 1].prefetch(None)
+            waits.append(cuda.copying.clock_s - 2 < cuda.computation.clock_s)
+    assert all(waits), "the copies of the next layer begin before the attention of this layer is over"
+    assert cuda.num_copies == 2 * 6 * num_layers, "each key crosses the bus once per layer, a piece by one copy"
+    assert 1 <= cuda.computation.clock_s / (6 * num_layers * attend_s) <= ratio
+
+
+@pytest.mark.parametrize(("heads", "num_copies"), [(range(4), 2), (range(1, 3), 4)], ids=["all", "of a shard"])
+def test_adjacent_blocks_of_all_heads_are_one_copy(heads: range, num_copies: int) -> None:
+    keys, values = torch.randn(2, 9, 4, BLOCK, 8)
+    kv, blocks = PagedKv(keys=keys, values=values).heads(heads), [5, 6, 7, 1]
+    cuda: Any = LateCuda(is_early=True)
+    staging = DeviceStaging(torch.device("cpu"), cuda)
+    staging.begin(0, kv, blocks)
+    staged, numbers = staging.end(0)
+    assert torch.equal(staged.keys[list(numbers)], kv.keys[blocks])
+    assert torch.equal(staged.values[list(numbers)], kv.values[blocks])
+    assert cuda.num_copies == 2 * num_copies

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from in_order import Fabric, InOrderTransport
+from in_order import Fabric, InOrderTransport, QueueOf, own_queue, shared_queues
 
 from longspan.attn.check import EXCHANGES, Request, attend, member_call
 from longspan.attn.collectives import all_reduce
-from longspan.attn.comm import CommError, Group, Message, Transport
+from longspan.attn.comm import CommError, Group, Message, Pending, Transport
 from longspan.attn.exchanges.chain import chain, chain_start
-from longspan.attn.routing import DirectedTransport
+from longspan.attn.memory import MemoryTransport, Wires
+from longspan.attn.routing import AnnouncedTransport, DirectedTransport
 from longspan.attn.spec import AttnSpec
 from longspan.core.layouts import shard_span
 
@@ -86,6 +88,35 @@ def test_in_order_a_circle_over_two_lanes_is_told() -> None:
     results = run_ranks(2, work, fabric)
     assert all(isinstance(result, CommError) for result in results)
     assert any("first" in str(result) and "second" in str(result) for result in results)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in one order", "in two orders"])
+@pytest.mark.parametrize("number", [1, 2, None])
+def test_in_order_a_waiting_call_blocks_the_calls_behind_it_in_its_queue(
+    number: int | None, order: tuple[int, int]
+) -> None:
+    """The lanes share a hardware queue, and the ranks call them in one order or in two. Nothing waits in between."""
+    names = ("lane c", "lane d")
+    fabric = Fabric(queue_of=own_queue if number is None else shared_queues(number))
+    is_shared = len(set(map(fabric.queue_of, names))) == 1
+    assert is_shared == (number == 1)
+
+    def work(rank: int) -> list[float]:
+        groups = [Group(InOrderTransport(fabric, rank, name), range(2), rank) for name in names]
+        rooms = [message(), message()]
+        pending = [
+            groups[lane].start(sends={1 - rank: message(lane)}, receives={1 - rank: rooms[lane]}, hop=0)
+            for lane in (order if rank else (0, 1))
+        ]
+        for transfer in pending:
+            transfer.wait()
+        return [float(room.tensors[0][0]) for room in rooms]
+
+    results = run_ranks(2, work, fabric)
+    if is_shared and order != (0, 1):
+        assert any("no call can go on" in str(result) and "lane c" in str(result) for result in results)
+    else:
+        assert results == [[0.0, 1.0]] * 2 and not fabric.left
 
 
 @pytest.mark.parametrize(("hop", "size"), [(1, 4), (0, 5)], ids=["tag", "size"])
@@ -173,9 +204,13 @@ def requests(num_members: int) -> list[Request]:
     return found
 
 
+QUEUES = pytest.mark.parametrize("queue_of", [own_queue, shared_queues(1)], ids=["own queues", "one queue"])
+
+
+@QUEUES
 @pytest.mark.parametrize("num_members", [2, 3])
-def test_in_order_every_exchange_is_exact(num_members: int) -> None:
-    fabric = Fabric()
+def test_in_order_every_exchange_is_exact(num_members: int, queue_of: QueueOf) -> None:
+    fabric = Fabric(queue_of=queue_of)
     batch = requests(num_members)
 
     def work(rank: int) -> None:
@@ -188,17 +223,34 @@ def test_in_order_every_exchange_is_exact(num_members: int) -> None:
     assert run_ranks(num_members, work, fabric) == [None] * num_members and not fabric.left
 
 
-def run_step(fabric: Fabric, orders: Sequence[Sequence[int]], early: Callable[[int], Transport | None]) -> None:
-    """Runs two layers of a step: a `ring_q`, then a chain along each order of the ranks, begun a layer ahead."""
+class EagerGroup:
+    """A group that posts the receives of a chain a layer ahead, on a lane of their own, as if messages had tags."""
+
+    def __init__(self, inner: Group, ahead: Group) -> None:
+        self.inner, self.ahead, self.tagged = inner, ahead, True
+        self.rank, self.size, self.peers = inner.rank, inner.size, inner.peers
+
+    def start(self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int) -> Pending:
+        assert hop in range(2), "cached keys, then new ones"
+        return (self.ahead if hop else self.inner).start(sends=sends, receives=receives, hop=hop)
+
+
+def run_step(fabric: Fabric, orders: Sequence[Sequence[int]], ahead: Callable[[int], Transport] | None = None) -> None:
+    """Runs two layers of a step: a `ring_q`, then a chain along each order of the ranks, begun a layer ahead.
+
+    Args:
+        ahead: the lane of an `EagerGroup` for chains.
+    """
     size = len(orders[0])
 
     def work(rank: int) -> None:
-        shared, ahead = InOrderTransport(fabric, rank, "exchange"), early(rank)
+        shared = InOrderTransport(fabric, rank, "exchange")
         calls = []
         for index, (name, order) in enumerate([("ring_q", range(size)), *(("chain", order) for order in orders)]):
-            group = Group(
-                shared, order, list(order).index(rank), early=ahead, tags=range(100 * index, 100 * index + 50)
-            )
+            ends = order, list(order).index(rank)
+            group: Any = Group(shared, *ends, tags=range(100 * index, 100 * index + 50))
+            if ahead is not None and name == "chain":
+                group = EagerGroup(group, Group(ahead(rank), *ends, tags=range(100 * index + 50, 100 * index + 100)))
             calls.append(member_call(EXCHANGES[name], group, requests(size), SPEC, seed=index))
         ring, *chains = calls
 
@@ -222,17 +274,79 @@ def directed(fabric: Fabric, rank: int) -> Transport:
     return DirectedTransport(rank, *lanes)
 
 
-@pytest.mark.parametrize("orders", [[(0, 1)], [(0, 1), (1, 0)], [(0, 1, 2), (2, 0, 1), (1, 0, 2)]], ids=str)
-def test_in_order_chains_are_begun_ahead(orders: Sequence[Sequence[int]]) -> None:
-    fabric = Fabric()
-    run_step(fabric, orders, lambda rank: directed(fabric, rank))
+CHAINS: list[list[tuple[int, ...]]] = [[(0, 1)], [(0, 1), (1, 0)], [(0, 1, 2), (2, 0, 1), (1, 0, 2)]]
+
+
+@QUEUES
+@pytest.mark.parametrize("orders", CHAINS, ids=str)
+def test_in_order_chains_are_begun_ahead(orders: Sequence[Sequence[int]], queue_of: QueueOf) -> None:
+    """They share a lane with other exchanges, since a receive starts when its member needs the message."""
+    fabric = Fabric(queue_of=queue_of)
+    run_step(fabric, orders)
     assert not fabric.left
 
 
-def test_in_order_a_chain_needs_a_lane_of_its_own() -> None:
-    """On the lane of other exchanges its receive precedes a message of the peer and gets it, or there is a circle."""
-    with pytest.raises(CommError, match=r"reaches|no call can go on"):
-        run_step(Fabric(), [(0, 1)], lambda _: None)
+@pytest.mark.parametrize("orders", CHAINS, ids=str)
+def test_in_order_receives_a_layer_ahead_block_other_calls_of_a_shared_queue(orders: Sequence[Sequence[int]]) -> None:
+    """A lane of their own is not enough: the receive is in the device's queue before a call that its sender needs."""
+    fabric = Fabric()
+    run_step(fabric, orders, lambda rank: directed(fabric, rank))
+    assert not fabric.left
+    fabric = Fabric(queue_of=shared_queues(1))
+    with pytest.raises(CommError, match=r"no call can go on|is gone"):
+        run_step(fabric, orders, lambda rank: directed(fabric, rank))
+
+
+def test_in_order_receives_a_layer_ahead_need_a_lane_of_their_own() -> None:
+    """On the lane of other exchanges, the receive gets another message of the peer, or hangs."""
+    fabric = Fabric()
+    with pytest.raises(CommError, match=r"reaches|no call can go on|is gone"):
+        run_step(fabric, [(0, 1)], lambda rank: InOrderTransport(fabric, rank, "exchange"))
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_in_order_an_announced_move_blocks_no_step(is_announced: bool) -> None:
+    """Rank 1 expects a move that rank 0 sends after an exchange, which rank 1 makes later. All share a queue."""
+    fabric, wires = Fabric(queue_of=shared_queues(1)), Wires(timeout_s=10)
+    is_expected = threading.Event()
+
+    def work(rank: int) -> float:
+        exchange = Group(InOrderTransport(fabric, rank, "exchange"), range(2), rank)
+        lane: Transport = directed(fabric, rank)
+        if is_announced:
+            lane = AnnouncedTransport(lane, MemoryTransport(wires, rank, waits_for_sends=True))
+        moves, moved = Group(lane, range(2), rank), message(5.0 if rank == 0 else 0.0)
+        errors: list[Exception] = []
+
+        def receive() -> None:
+            try:
+                if not is_announced:
+                    pending = moves.start(sends={}, receives={0: moved}, hop=0)
+                is_expected.set()
+                if is_announced:
+                    pending = moves.start(sends={}, receives={0: moved}, hop=0)
+                pending.wait()
+            except CommError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=receive, daemon=True)
+        if rank:
+            thread.start()
+        assert is_expected.wait(10)
+        exchange.start(sends={1 - rank: message()}, receives={1 - rank: message()}, hop=0).wait()
+        if rank == 0:
+            moves.start(sends={1: moved}, receives={}, hop=0).wait()
+        else:
+            thread.join(10)
+        if errors:
+            raise errors[0]
+        return float(moved.tensors[0][0])
+
+    results = run_ranks(2, work, fabric)
+    if is_announced:
+        assert results == [5.0, 5.0] and not fabric.left
+    else:
+        assert any("no call can go on" in str(result) for result in results)
 
 
 @pytest.mark.parametrize("is_directed", [True, False])

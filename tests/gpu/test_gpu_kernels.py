@@ -11,7 +11,8 @@ from kernel_cases import BACKENDS, HEAD_DIMS, KINDS, LLAMA_8B, ROUNDING, SPEC, T
 from longspan.attn.backends import CudaKernel
 from longspan.attn.backends.pytorch_cuda import TorchCuda
 from longspan.attn.check import random_qkv, reference
-from longspan.attn.hosted import PinnedStaging
+from longspan.attn.hosted import DeviceStaging, HostPiece, HostPieces
+from longspan.attn.paged import PagedKv
 from longspan.core.runs import Run, relate
 
 pytestmark = [
@@ -77,23 +78,22 @@ def test_kernels_for_blocks_compute_their_definition(case: str) -> None:
 
 @pytest.mark.parametrize("sizes", [[64] * 7, [512, 100, 512, 512, 3]], ids=str)
 def test_staged_pieces_are_complete_while_earlier_ones_are_read(sizes: list[int]) -> None:
-    staging, shape = PinnedStaging(torch.device("cuda")), (4, 64)
-    pieces = [torch.randn(2, shape[0], size, shape[1]) for size in sizes]
-    sums = []
-
-    def begin(number: int) -> None:
-        def fill(rooms: tuple[torch.Tensor, torch.Tensor]) -> None:
-            for room, source in zip(rooms, pieces[number], strict=True):
-                room.copy_(source)
-
-        if number < len(pieces):
-            staging.begin(number % 2, (shape[0], sizes[number], shape[1]), torch.float32, fill)
-
-    begin(0)
-    for number in range(len(pieces)):
-        begin(number + 1)
-        k, v = staging.end(number % 2)
+    """Some of the page-locked blocks are adjacent."""
+    block_size, staging = 16, DeviceStaging(torch.device("cuda"))
+    keys, values = torch.randn(2, 64, 4, block_size, 64).pin_memory()
+    kv, pieces = PagedKv(keys=keys, values=values), []
+    for number, size in enumerate(sizes):
+        blocks = [(block * 5 + number) % 64 if number % 2 else block + 7 for block in range(-(-size // block_size))]
+        pieces.append(HostPiece(Run(0, size), 0, kv, blocks))
+    ahead, sums = HostPieces(staging), []
+    ahead.put(pieces)
+    for _ in pieces:
+        _, (k, v) = ahead.take(TorchCuda())
         torch.cuda._sleep(10_000_000)  # the reader begins late
         sums.append((k.double().sum() - v.double().sum()).reshape(1))
-    wanted = torch.stack([piece[0].double().sum() - piece[1].double().sum() for piece in pieces])
-    torch.testing.assert_close(torch.cat(sums).cpu(), wanted)
+    wanted = []
+    for piece in pieces:
+        k, v = torch.empty(2, 4, len(piece.run), 64)
+        kv.gather(piece.blocks, 0, len(piece.run), k, v)
+        wanted.append(k.double().sum() - v.double().sum())
+    torch.testing.assert_close(torch.cat(sums).cpu(), torch.stack(wanted))

@@ -85,29 +85,40 @@ def start_worker(tmp_path: Path) -> StartWorker:
     return StartWorker(config, 0, Contact(address="ipc://"), str(tmp_path), tmp_path / "log")
 
 
+DEFAULTS = {
+    "GOMP_SPINCOUNT": "20000",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+
+
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("given", "dropped"),
     [
-        ({}, {"GOMP_SPINCOUNT": "20000"}),
-        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),  # a number would go before it
-        ({"GOMP_SPINCOUNT": "70"}, {"GOMP_SPINCOUNT": "70"}),
+        ({}, None),
+        ({"OMP_WAIT_POLICY": "active"}, "GOMP_SPINCOUNT"),  # a number would go before it
+        ({"GOMP_SPINCOUNT": "70"}, None),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "9"}, None),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "PYTORCH_ALLOC_CONF"),  # the older name, which it would hide
     ],
-    ids=["by itself", "policy", "spins"],
+    ids=["by itself", "policy", "spins", "queues", "allocator", "allocator by its older name"],
 )
-def test_threads_of_workers_sleep_soon_unless_the_user_has_said_how_they_wait(
-    given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch, silent: Silent
+def test_libraries_of_workers_have_defaults_that_the_user_can_override(
+    given: dict[str, str], dropped: str | None, monkeypatch: pytest.MonkeyPatch, silent: Silent
 ) -> None:
+    """In the process that imports PyTorch for all workers of a host, so before CUDA starts."""
     environments: list[dict[str, str]] = []
     monkeypatch.setattr(forkserver, "start_child", lambda *_, env, **__: environments.append(env) or silent)
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+    names = {*DEFAULTS, "OMP_WAIT_POLICY", "PYTORCH_CUDA_ALLOC_CONF"}
+    for name in names:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     _ForkServer()
     [environment] = environments
-    assert {
-        name: environment[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in environment
-    } == expected
+    expected = {name: value for name, value in (DEFAULTS | given).items() if name != dropped}
+    assert {name: environment[name] for name in names & environment.keys()} == expected
 
 
 def test_a_server_that_forks_nothing_in_time_is_ended_and_named(silent: Silent, tmp_path: Path) -> None:

@@ -19,10 +19,12 @@ from forked import run_ranks
 from hand_made import workers
 from tiny_models import make_tiny
 
+from longspan.attn.comm import NO_PEERS
 from longspan.attn.transports import polite_threads
 from longspan.core.cluster import Cluster
-from longspan.runtime import worker_process
+from longspan.runtime import nccl_lanes, worker_process
 from longspan.runtime.executor.processes import ProcessLauncher
+from longspan.runtime.nccl_lanes import PairLanes, moving_pairs
 from longspan.runtime.pool import WINDOW_BYTES, default_kv_bytes
 from longspan.runtime.worker_process import keep_to_cores, own_cores
 
@@ -33,30 +35,73 @@ def test_lanes_of_their_own(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ended] == [0, 0, 0], ended
 
 
+class NoMoves(PairLanes):
+    """Opens no communicator, and counts the pairs."""
+
+    def __init__(self, _: torch.device, rank: int) -> None:
+        self.rank, self.opened, self.transport = rank, set[tuple[int, int]](), NO_PEERS  # type: ignore[assignment]
+
+    def meet(self, cluster: Cluster) -> None:
+        self.opened |= {*moving_pairs(cluster)}
+
+    @property
+    def num_own(self) -> int:
+        return 2 * sum(self.rank in pair for pair in self.opened)
+
+
 def test_devices_of_their_own_sum_by_all_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a stage sum on a lane of their own, and each lane is opened once."""
     opened: list[tuple[int, ...] | None] = []
     summed: list[object] = []
 
-    def open_lane(_: torch.device, ranks: tuple[int, ...] | None = None, *, pairwise: bool = False) -> object:
-        opened.append(None if pairwise else ranks)
+    def open_lane(_: torch.device, ranks: tuple[int, ...] | None = None) -> object:
+        opened.append(ranks)
         return ranks
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(worker_process, "meet", lambda *_, backend, **__: opened.append((backend,)))
-    monkeypatch.setattr(worker_process, "open_lane", open_lane)
+    monkeypatch.setattr(nccl_lanes, "open_lane", open_lane)
+    monkeypatch.setattr(nccl_lanes, "PairLanes", NoMoves)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "nccl")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda _, group: summed.append(group))
     found = worker_process.open_transports(torch.device("cuda", 0), 0, (0, 0, 0, 0), "")
     assert opened.pop(0) == ("nccl",) and not any(opened)
     opened.clear()
     for spec in ("tp4", "2xtp2", "tp2pp2", "4", "tp4"):
-        found.meet(Cluster.of(spec).shard_groups)
+        found.meet(Cluster.of(spec))
     assert opened == [(0, 1, 2, 3), (0, 1), (2, 3)]
     lanes, term = found.steps, torch.ones(3)
     assert lanes.inside.sums is not None and lanes.inside.sums(range(2), term) is term and summed == [(0, 1)]
-    others = (lanes.exchange, lanes.early, lanes.weights, found.rebalances, found.moves, found.hidden, found.samples)
+    others = (lanes.exchange, lanes.weights, found.rebalances, found.moves, found.hidden, found.samples)
     assert all(lane.sums is None for lane in others)
+
+
+@pytest.mark.parametrize(("spec", "num_pairs"), [("1", 0), ("tp8", 0), ("pp4", 0), ("2xtp4", 16), ("8", 28), ("5", 10)])
+def test_pairs_of_ranks_that_move_kv_meet_in_rounds(spec: str, num_pairs: int) -> None:
+    """Ranks of one instance move no KV. The pairs of a round are disjoint, so they meet at the same time."""
+    cluster = Cluster.of(spec)
+    pairs = moving_pairs(cluster)
+    assert len({*pairs}) == len(pairs) == num_pairs
+    assert all(low < high and cluster.at(low).instance != cluster.at(high).instance for low, high in pairs)
+    free, last = dict.fromkeys(range(cluster.num_ranks), 0), 0
+    for low, high in pairs:  # each rank calls its pairs one after the other
+        last = max(last, free[low], free[high])
+        free[low] = free[high] = max(free[low], free[high]) + 1
+    assert max(free.values()) <= cluster.num_ranks, "calls that take equally long overlap"
+
+
+@pytest.mark.parametrize(("spec", "warns"), [("tp8", False), ("2xtp4", False), ("8", False), ("12", True)])
+def test_ranks_with_more_streams_than_hardware_queues_are_reported(
+    spec: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nccl_lanes, "open_lane", lambda *_: None)
+    monkeypatch.setattr(nccl_lanes, "PairLanes", NoMoves)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "nccl")
+    nccl_lanes.nccl_transports(torch.device("cpu"), 1).meet(Cluster.of(spec))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warns
+    assert not warns or "35 streams" in caplog.text
 
 
 @pytest.mark.parametrize("apart", [False, True])

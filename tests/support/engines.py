@@ -15,7 +15,8 @@ from thread_launcher import ThreadLauncher
 import longspan
 from longspan import LLM
 from longspan.attn.comm import Transport
-from longspan.attn.routing import DirectedTransport
+from longspan.attn.memory import MemoryTransport
+from longspan.attn.routing import AnnouncedTransport, DirectedTransport
 from longspan.runtime.messages import WorkerConfig
 from longspan.runtime.step_comm import StepLanes
 from longspan.runtime.worker import Transports
@@ -26,35 +27,36 @@ Row = dict[str, Any]
 
 
 class InOrderLauncher(ThreadLauncher):
-    """Connects workers with the rules of NCCL, see `in_order`. A call that would hang there fails here."""
+    """Connects workers with the rules of NCCL, see `in_order`. A call that would hang there fails here.
+
+    All calls of steps share one hardware queue of each device. Only KV moves have other queues.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config)
-        self.fabric = Fabric()
+        self.fabric = Fabric(queue_of=lambda lane: lane if lane.startswith("moves") else "steps")
 
     def transports(self, rank: int, num_ranks: int) -> Transports:
         def lane(name: str) -> Transport:
             return InOrderTransport(self.fabric, rank, name)
 
-        def directed(name: str) -> Transport:
-            ways = [InOrderTransport(self.fabric, rank, f"{name} {way}", is_grouped=False) for way in ("up", "down")]
-            return DirectedTransport(rank, *ways)
-
+        ways = [InOrderTransport(self.fabric, rank, f"moves {way}", is_grouped=False) for way in ("up", "down")]
+        notices = MemoryTransport(self.wires[2], rank, waits_for_sends=True)
         return Transports(
             steps=StepLanes(
                 exchange=lane("exchange"),
-                early=directed("early"),
                 inside=InOrderTransport(self.fabric, rank, "inside", summing=num_ranks),
                 weights=lane("weights"),
             ),
             rebalances=lane("rebalances"),
-            moves=directed("moves"),
+            moves=AnnouncedTransport(DirectedTransport(rank, *ways), notices),
             hidden=lane("hidden"),
             samples=lane("samples"),
-            meet=partial(self.fabric.open, rank, num_ranks),
+            meet=lambda cluster: self.fabric.open(rank, num_ranks, cluster.shard_groups),
         )
 
     def disconnect(self, rank: int) -> None:
+        super().disconnect(rank)
         self.fabric.close(rank)
 
 

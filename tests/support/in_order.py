@@ -4,13 +4,17 @@ A call is a group of sends and receives, which run together when all calls befor
 a receive meet when the calls of both are running, and a sum when those of all its ranks are. A hang on NCCL
 fails here at once, and the error names the circle of calls that wait for each other. A message in the wrong buffer is
 found by its tag or its size.
+
+Streams of a CUDA device share hardware queues. A call at the head of a queue that waits for a peer blocks all calls
+behind it, also those of other communicators. `shared_queues` models this.
 """
 
 from __future__ import annotations
 
 import threading
+import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -54,16 +58,31 @@ class _Call:
         return f"rank {self.rank}'s call {self.number} on {self.communicator} (tag {self.tag}, {', '.join(parts)})"
 
 
+QueueOf = Callable[[str], Hashable]
+"""Return the hardware queue of a communicator. Each device has one such queue of its own."""
+
+
+def own_queue(communicator: str) -> Hashable:
+    """Return a hardware queue that no other communicator uses."""
+    return communicator
+
+
+def shared_queues(number: int) -> QueueOf:
+    """Spread the communicators over `number` hardware queues. With 1 all calls of a device run one after the other."""
+    return lambda communicator: zlib.crc32(communicator.encode()) % number
+
+
 @dataclass
 class Fabric:
-    """The communicators of all ranks, by name, and the call that each thread waits for.
+    """The hardware queues of all ranks, and the call that each thread waits for.
 
     A thread wakes when its call is over, when a rank is gone or when a call fails. It sleeps through other messages.
     """
 
     timeout_s: float = 60.0
+    queue_of: QueueOf = own_queue
     _lock: threading.RLock = field(default_factory=threading.RLock)
-    _queues: defaultdict[str, dict[int, deque[_Call]]] = field(default_factory=lambda: defaultdict(dict))
+    _queues: defaultdict[tuple[int, Hashable], deque[_Call]] = field(default_factory=lambda: defaultdict(deque))
     _numbers: defaultdict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
     _callers: dict[tuple[str, int], threading.Thread] = field(default_factory=dict)
     _threads: defaultdict[int, set[threading.Thread]] = field(default_factory=lambda: defaultdict(set))  # by rank
@@ -101,14 +120,14 @@ class Fabric:
 
     def _enter(self, call: _Call) -> _Call:
         with self._lock:
-            communicator, rank = key = call.communicator, call.rank
+            key, rank = (call.communicator, call.rank), call.rank
             self._check(rank)
             call.number = self._numbers[key]
             self._numbers[key] += 1
-            self._queues[communicator].setdefault(rank, deque()).append(call)
+            self._queue(call).append(call)
             self._callers[key] = threading.current_thread()
             self._threads[rank].add(threading.current_thread())
-            self._run(communicator)
+            self._run(call)
             self._look_for_circle(call)
             return call
 
@@ -140,7 +159,7 @@ class Fabric:
     @property
     def left(self) -> list[str]:
         """The calls that are not over."""
-        return [str(call) for queues in self._queues.values() for queue in queues.values() for call in queue]
+        return [str(call) for queue in self._queues.values() for call in queue]
 
     def _check(self, rank: int) -> None:
         if self._failure:
@@ -157,40 +176,49 @@ class Fabric:
         for call in self._waiting.values():
             _wake(call)
 
-    def _run(self, communicator: str) -> None:
-        """Lets all calls of a communicator go on that can."""
-        heads = self._queues[communicator]
-        moved = True
-        while moved:
-            moved = False
-            for queue in list(heads.values()):
-                while queue and self._meet(queue[0], heads):
-                    moved = True
-                    if not queue[0].is_over:
-                        break
-                    _wake(queue.popleft())
+    def _queue(self, call: _Call, rank: int | None = None) -> deque[_Call]:
+        """Return the hardware queue of a call, or of its counterpart on another rank."""
+        return self._queues[call.rank if rank is None else rank, self.queue_of(call.communicator)]
 
-    def _meet(self, call: _Call, heads: dict[int, deque[_Call]]) -> bool:
-        """Send to the peers' running calls. Return whether a message was sent, or the call is over."""
-        found = call.is_over or self._meet_all(call, heads)
-        for peer in list(call.sends):
-            other = heads[peer][0] if heads.get(peer) else None
-            if other is None or call.rank not in other.receives:
-                continue
-            buffer, room = call.sends.pop(peer), other.receives.pop(call.rank)
-            if other.tag != call.tag or room.nbytes != buffer.nbytes:
-                self._fail(f"{call} of {buffer.nbytes} bytes reaches {other}, which has room for {room.nbytes}")
-            room.copy_(buffer)
-            found = True
-            if other.is_over and other is not call:
-                _wake(heads[peer].popleft())
-        return found
+    def _running(self, call: _Call, rank: int) -> _Call | None:
+        """Return the running call of a rank on the communicator of a call."""
+        queue = self._queue(call, rank)
+        return queue[0] if queue and queue[0].communicator == call.communicator else None
 
-    def _meet_all(self, call: _Call, heads: dict[int, deque[_Call]]) -> bool:
-        """Make a sum if all terms are there, not in the order of the ranks. Return whether it was made."""
-        running = [heads[member][0] for member in call.members if heads.get(member)]
+    def _run(self, call: _Call) -> None:
+        """Run a call if it is at the head of its queue, and all calls that can run then."""
+        changed = [call]
+        while changed:
+            queue = self._queue(changed.pop())
+            while queue and (head := queue[0]):
+                ended = self._meet(head)
+                for other in ended:
+                    _wake(self._queue(other).popleft())
+                changed += [other for other in ended if other is not head]
+                if head not in ended:
+                    break
+
+    def _meet(self, call: _Call) -> list[_Call]:
+        """Exchange messages with the peers' running calls. Return the calls that are over."""
+        self._meet_all(call)
+        others = [other for peer in call.peers if (other := self._running(call, peer)) is not None]
+        for other in others:
+            for source, target in ((call, other), (other, call)):
+                if target.rank in source.sends and source.rank in target.receives:
+                    self._deliver(source, target)
+        return [one for one in (call, *others) if one.is_over]
+
+    def _deliver(self, source: _Call, target: _Call) -> None:
+        buffer, room = source.sends.pop(target.rank), target.receives.pop(source.rank)
+        if target.tag != source.tag or room.nbytes != buffer.nbytes:
+            self._fail(f"{source} of {buffer.nbytes} bytes reaches {target}, which has room for {room.nbytes}")
+        room.copy_(buffer)
+
+    def _meet_all(self, call: _Call) -> None:
+        """Make a sum if all terms are there, not in the order of the ranks."""
+        running = [other for member in call.members if (other := self._running(call, member)) is not None]
         if call.term is None or len(running) < len(call.members):
-            return False
+            return
         terms = [one.term for one in running if one.term is not None]
         if any((term.shape, term.dtype) != (call.term.shape, call.term.dtype) for term in terms):
             self._fail(f"{call} adds what is not alike: {[tuple(term.shape) for term in terms]}")
@@ -198,9 +226,6 @@ class Fabric:
         for one, term in zip(running, terms, strict=True):
             term.copy_(total)
             one.term = None
-            if one is not call:
-                _wake(heads[one.rank].popleft())
-        return True
 
     def _look_for_circle(self, call: _Call) -> None:
         """Fail if a call waits for itself, also through other calls."""
@@ -225,16 +250,15 @@ class Fabric:
         """Yields the calls without whose end this one does not end."""
         if call.is_over:
             return
-        queues = self._queues[call.communicator]
-        if (head := queues[call.rank][0]) is not call:
+        if (head := self._queue(call)[0]) is not call:
             yield head
             return
         for peer in call.peers:
-            if (queue := queues.get(peer)) and call.members:
-                continue  # it has called, and waits for the same ranks
-            if queue:
-                yield queue[0]  # of something else: matching messages were delivered
-                continue
+            other = next((one for one in self._queue(call, peer) if one.communicator == call.communicator), None)
+            if other is not None:
+                if not call.members or other is not self._running(call, peer):
+                    yield other  # of something else, or behind another call: matching messages were delivered
+                continue  # else it has called, and waits for the same ranks
             caller = self._caller(call.communicator, peer)
             if caller is not None and (waited := self._waiting.get(caller)) is not None:
                 yield waited  # the calling thread waits for something

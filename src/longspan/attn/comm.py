@@ -125,12 +125,11 @@ class Group:
 
     Args:
         tags: one per hop. No other group that sends at the same time uses them.
-        early: carries messages whose receive starts long before the send. The default is `transport`, which must then
-            be tagged, or must carry nothing else meanwhile.
 
     Attributes:
         rank: this member's index in the group.
         size: the number of members.
+        tagged: see `Transport`.
         hosts: the host of each member.
         sent: payload bytes sent so far, by exchange name and link. The groups of a rank share it.
     """
@@ -145,13 +144,12 @@ class Group:
         name: str = "",
         tags: range = _ANY_TAG,
         sent: Counter[tuple[str, Link]] | None = None,
-        early: Transport | None = None,
     ) -> None:
         self.rank, self.size = rank, len(members)
         self.hosts = (0,) * self.size if hosts is None else tuple(hosts)
         assert len(self.hosts) == self.size, "every member has a host"
         self.sent = Counter() if sent is None else sent
-        self._transport, self._early = transport, early or transport
+        self._transport, self.tagged = transport, transport.tagged
         self._members, self._name, self._tags = tuple(members), name, tags
 
     @property
@@ -162,18 +160,14 @@ class Group:
     def link(self, member: int) -> Link:
         return "same_host" if self.hosts[member] == self.hosts[self.rank] else "other_host"
 
-    def start(
-        self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int, early: bool = False
-    ) -> Pending:
+    def start(self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int) -> Pending:
         """Start to send to members and to receive from them. Both ends skip empty messages.
 
         Args:
             hop: numbers the call in the exchange. Negative numbers count from the last hop.
-            early: receivers call before the sender has computed the message, and both ends make other calls meanwhile.
-                Two ranks start such calls in the same order.
         """
         assert hop < len(self._tags), f"hop {hop} of {self._name}, which has tags for {len(self._tags)}"
-        tag, transport = self._tags[hop], self._early if early else self._transport
+        tag, transport = self._tags[hop], self._transport
         outgoing = {member: message for member, message in sends.items() if message.payload_bytes}
         incoming = {member: message for member, message in receives.items() if message.payload_bytes}
         if not outgoing and not incoming:

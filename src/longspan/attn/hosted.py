@@ -2,14 +2,17 @@
 
 Single queries are copied to the host, and its processor attends them to the keys in place. It reads each key once, from
 memory that is faster than the bus. If a request has several queries, they stay on the device, and keys are copied to it
-in pieces. There are two buffers, so the queries attend to one piece while the next is copied. In a group the queries of
-all members go to the member whose host has the keys. Then each key is copied to one device, once.
+in pieces. Two pieces are copied ahead, also from the next layer. In a group the queries of all members go to the member
+whose host has the keys. Then each key is copied to one device, once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -25,82 +28,157 @@ if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
 
 PIECE_TOKENS = 8192
-"""Keys that are copied at once. The device has memory for two such pieces."""
+"""Keys that are copied at once. The device has memory for two such pieces, and for one without gaps."""
 
-Shape = tuple[int, int, int]
-"""The shape of keys, and of values: `[kv_heads, tokens, head_dim]`."""
+Staged = tuple[PagedKv, Sequence[int]]
+"""Blocks that the device of the queries can read, and their numbers."""
 
 
 class Staging(Protocol):
-    """Two buffers, 0 and 1, through which keys and values are copied to the device of the queries."""
+    """Two buffers, 0 and 1, through which blocks are copied to the device of the queries.
 
-    def begin(self, buffer: int, shape: Shape, dtype: torch.dtype, fill: Callable[[KeysAndValues], None]) -> None:
-        """Start to copy tensors that `fill` writes in host memory.
+    Attributes:
+        contiguous: memory on that device for the keys and values of a piece.
+    """
 
-        Kernels that were launched before may still read this buffer. The copy waits for them.
-        """
+    contiguous: Buffer
 
-    def end(self, buffer: int) -> KeysAndValues:
-        """Return the copied tensors, which stay in the buffer until the next `begin`."""
+    def begin(self, buffer: int, kv: PagedKv, blocks: Sequence[int]) -> None:
+        """Start to copy blocks. The copy waits for kernels that were launched before the latest `release`."""
+
+    def end(self, buffer: int) -> Staged:
+        """Return the copied blocks, which stay in the buffer until `release`."""
+
+    def release(self, buffer: int) -> None:
+        """Allow the next `begin`. All kernels that read the buffer have been launched."""
 
 
 class HostStaging:
-    """Buffers for queries on a CPU, where keys are only gathered."""
+    """Hands blocks to a CPU, which reads them in place."""
 
     def __init__(self) -> None:
-        self._buffers = [_Buffer(), _Buffer()]
+        self.contiguous = Buffer(torch.device("cpu"))
+        self._begun: dict[int, Staged] = {}
 
-    def begin(self, buffer: int, shape: Shape, dtype: torch.dtype, fill: Callable[[KeysAndValues], None]) -> None:
-        fill(self._buffers[buffer].take(shape, dtype))
+    def begin(self, buffer: int, kv: PagedKv, blocks: Sequence[int]) -> None:
+        self._begun[buffer] = kv, blocks
 
-    def end(self, buffer: int) -> KeysAndValues:
-        return self._buffers[buffer].taken
+    def end(self, buffer: int) -> Staged:
+        return self._begun[buffer]
+
+    def release(self, buffer: int) -> None:
+        del self._begun[buffer]
 
 
-class PinnedStaging:
-    """Buffers on a CUDA device, each filled from one in pinned memory on a separate stream.
+class DeviceStaging:
+    """Buffers on a CUDA device, which copies blocks from page-locked memory on a separate stream.
 
-    The device computes while a piece is copied, and the host gathers the next one.
+    Neither the host nor the stream of the computation waits for a copy before its result is read.
+
+    Args:
+        cuda: replaces `torch.cuda` in tests.
     """
 
+    def __init__(self, device: torch.device, cuda: ModuleType = torch.cuda) -> None:
+        self._device, self._cuda, self._stream = device, cuda, cuda.Stream(device)
+        self.contiguous = Buffer(device)
+        self._buffers = [Buffer(device), Buffer(device)]
+        self._staged: dict[int, Staged] = {}
+        self._copied, self._read = ([cuda.Event(), cuda.Event()] for _ in range(2))
+
+    def begin(self, buffer: int, kv: PagedKv, blocks: Sequence[int]) -> None:
+        memory, shape = self._buffers[buffer], (len(blocks), *kv.keys.shape[1:3])
+        sizes = [(*shape, kv.keys.shape[3]), (*shape, kv.values.shape[3])]
+        if not memory.has(sizes, kv.keys.dtype):  # new memory may still be in use by kernels before it was freed
+            self._read[buffer].record(self._cuda.current_stream(self._device))
+        keys, values = memory.take(sizes, kv.keys.dtype)
+        staged = PagedKv(keys=keys, values=values)
+        with self._cuda.stream(self._stream):
+            self._stream.wait_event(self._read[buffer])
+            _copy_blocks(kv, blocks, staged)
+            self._copied[buffer].record(self._stream)
+        self._staged[buffer] = staged, range(len(blocks))
+
+    def end(self, buffer: int) -> Staged:
+        self._cuda.current_stream(self._device).wait_event(self._copied[buffer])
+        return self._staged[buffer]
+
+    def release(self, buffer: int) -> None:
+        self._read[buffer].record(self._cuda.current_stream(self._device))
+
+
+def _copy_blocks(kv: PagedKv, blocks: Sequence[int], out: PagedKv) -> None:
+    """Copy whole blocks to the first blocks of `out`, with one copy per contiguous piece of memory."""
+    has_all_heads, start = kv.keys[0].numel() == kv.keys.stride(0), 0
+    while start < len(blocks):
+        first, stop = blocks[start], start + 1
+        while has_all_heads and stop < len(blocks) and blocks[stop] == first + stop - start:
+            stop += 1
+        for pool, copy in ((kv.keys, out.keys), (kv.values, out.values)):
+            copy[start:stop].copy_(pool[first : first + stop - start], non_blocking=True)
+        start = stop
+
+
+class Buffer:
+    """Memory on a device that grows on demand."""
+
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-        self._pinned = [_Buffer(pin_memory=True), _Buffer(pin_memory=True)]
-        self._buffers = [_Buffer(device=device), _Buffer(device=device)]
-        self._copied = [torch.cuda.Event(), torch.cuda.Event()]
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def begin(self, buffer: int, shape: Shape, dtype: torch.dtype, fill: Callable[[KeysAndValues], None]) -> None:
-        self._copied[buffer].synchronize()  # the pinned memory has been read
-        pinned = self._pinned[buffer].take(shape, dtype)
-        fill(pinned)
-        targets = self._buffers[buffer].take(shape, dtype)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for target, source in zip(targets, pinned, strict=True):
-                target.copy_(source, non_blocking=True)
-            self._copied[buffer].record()
+    def has(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> bool:
+        """Return whether `take` allocates nothing."""
+        return sum(map(math.prod, shapes)) * dtype.itemsize <= len(self._bytes)
 
-    def end(self, buffer: int) -> KeysAndValues:
-        torch.cuda.current_stream(self._device).wait_event(self._copied[buffer])
-        return self._buffers[buffer].taken
+    def take(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+        """Return tensors in this memory, which the next `take` overwrites."""
+        sizes = [math.prod(shape) for shape in shapes]
+        if not self.has(shapes, dtype):
+            self._bytes = self._bytes.new_empty(0)  # frees the old memory
+            self._bytes = self._bytes.new_empty(sum(sizes) * dtype.itemsize)
+        parts = self._bytes[: sum(sizes) * dtype.itemsize].view(dtype).split(sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class _Buffer:
-    """Memory for keys and values, which grows on demand. `taken` is the result of the latest `take`."""
+class HostPiece(NamedTuple):
+    """Consecutive keys of a request on the host: tokens `[start, start + len(run))` of `blocks`."""
 
-    taken: KeysAndValues
+    run: Run
+    start: int
+    kv: PagedKv
+    blocks: Sequence[int]
 
-    def __init__(self, device: torch.device | None = None, *, pin_memory: bool = False) -> None:
-        self._device, self._pin_memory = device, pin_memory
-        self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, shape: Shape, dtype: torch.dtype) -> KeysAndValues:
-        num_bytes = 2 * torch.Size(shape).numel() * dtype.itemsize
-        if len(self._bytes) < num_bytes:
-            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._pin_memory)
-        k, v = self._bytes[:num_bytes].view(dtype).view(2, *shape)
-        self.taken = k, v
-        return self.taken
+class HostPieces:
+    """The pieces of a step in the order of their use. Two pieces are copied ahead, also those of the next layer."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
+        self._waiting, self._begun = deque[HostPiece](), deque[tuple[int, HostPiece]]()
+        self._free = deque([0, 1])
+
+    def put(self, pieces: Iterable[HostPiece]) -> None:
+        """Append pieces, and start their copies into free buffers."""
+        self._waiting.extend(pieces)
+        self._begin()
+
+    def take(self, backend: AttentionBackend) -> tuple[Run, KeysAndValues]:
+        """Return the keys and values of the next piece, which the next `take` overwrites."""
+        buffer, piece = self._begun.popleft()
+        kv, blocks = self.staging.end(buffer)
+        shape = kv.keys.shape[1], len(piece.run)
+        dims = kv.keys.shape[3], kv.values.shape[3]
+        k, v = self.staging.contiguous.take([(*shape, dim) for dim in dims], kv.keys.dtype)
+        backend.gather(kv, blocks, piece.start, piece.start + len(piece.run), (k, v))
+        self.staging.release(buffer)
+        self._free.append(buffer)
+        self._begin()
+        return piece.run, (k, v)
+
+    def _begin(self) -> None:
+        while self._waiting and self._free:
+            buffer, piece = self._free.popleft(), self._waiting.popleft()
+            self.staging.begin(buffer, piece.kv, piece.blocks)
+            self._begun.append((buffer, piece))
 
 
 class _Rows(NamedTuple):
@@ -124,12 +202,19 @@ class HostSource:
         parts: the parts of the exchange, in order. `kv_runs` and `blocks` describe the keys on hosts, and the backend
             computes on the host.
         kv: the host's pool, with the KV heads of this member.
+        pieces: the keys for several queries, in all layers of the step.
     """
 
     parts: MemberParts
     member: int
     kv: PagedKv
-    staging: Staging
+    pieces: HostPieces
+
+    def prefetch(self, window: int | None) -> None:
+        """Start to copy the keys for parts with several queries. Call it once, before `merge`, in the same order."""
+        needed = self.parts.needed(self.member, window)
+        for index in self._several(window):
+            self.pieces.put(self._pieces(self.parts[index], needed[index]))
 
     def ask(self, batches: Sequence[QueryBatch], spec: AttnSpec) -> list[Tensor | None]:
         """Copy single queries to the host. Call it before the device gets more work of this layer."""
@@ -153,7 +238,7 @@ class HostSource:
             backend: computes on the device of the queries.
             single: the result of `ask`.
         """
-        several: dict[int, list[tuple[int, slice]]] = {}
+        several: dict[int, list[tuple[int, slice]]] = {index: [] for index in self._several(spec.window)}
         for number, (batch, queries) in enumerate(zip(batches, single, strict=True)):
             visible = self._visible(batch, spec.window)
             if queries is not None:
@@ -161,13 +246,14 @@ class HostSource:
                 out, lse = self.parts.backend.attend_paged(queries, self.kv, plan, spec)
                 _merge_into(partials[number], visible.rows, (out.to(batch.q.device), lse.to(batch.q.device)))
             for index, rows in visible.several:
-                several.setdefault(index, []).append((number, rows))
+                several[index].append((number, rows))
         for index, places in several.items():
             part = self.parts[index]
             q = torch.cat([batches[number].q[:, rows] for number, rows in places], dim=1)
             q_runs = [run for number, _ in places for run in part.q_runs[batches[number].q_rank]]
             merged = list[Partial]()
-            for run, (k, v) in self._pieces(part, self.parts.needed(self.member, spec.window)[index]):
+            for _ in self._pieces(part, self.parts.needed(self.member, spec.window)[index]):
+                run, (k, v) = self.pieces.take(backend)
                 merged = [merge_each([*merged, attend_runs(backend, q, q_runs, k, v, (run,), spec)])]
             [(out, lse)], start = merged, 0
             for number, rows in places:
@@ -195,24 +281,31 @@ class HostSource:
         span = slice(rows[0], rows[-1] + 1) if is_slice else torch.tensor(rows, device=batch.q.device)
         return _Rows(tuple(single), span, tuple(several))
 
-    def _pieces(self, part: MemberPart, needed: Sequence[Run]) -> Iterator[tuple[Run, KeysAndValues]]:
-        """Copy the keys that a part needs, one piece ahead. Each piece is valid until the next one is requested."""
+    def _several(self, window: int | None) -> tuple[int, ...]:
+        """Return the indices of the parts in which some member has several queries that see keys on the host."""
+        return self.parts.once(("hosted several", window), lambda: tuple(sorted(self._indices(window))))
+
+    def _indices(self, window: int | None) -> set[int]:
+        found = set[int]()
+        for q_rank in range(len(self.parts[0].q_runs)):
+            visible = self.parts.visible(q_rank, self.member, window)
+            counts = self.parts.num_queries(q_rank, visible)
+            found.update(index for index, count in zip(visible, counts, strict=True) if count > 1)
+        return found
+
+    def _pieces(self, part: MemberPart, needed: Sequence[Run]) -> list[HostPiece]:
+        """Cut the keys that a part needs."""
         runs = [
             Run(start, min(start + PIECE_TOKENS, run.stop))
             for run in needed
             for start in range(run.start, run.stop, PIECE_TOKENS)
         ]
-        self._begin(part, runs, 0)
-        for number, run in enumerate(runs):
-            self._begin(part, runs, number + 1)
-            yield run, self.staging.end(number % 2)
-
-    def _begin(self, part: MemberPart, runs: list[Run], number: int) -> None:
-        if number < len(runs):
-            start, kv = num_before(part.kv_runs[self.member], runs[number].start), self.kv
-            stop, shape = start + len(runs[number]), (kv.keys.shape[1], len(runs[number]), kv.keys.shape[3])
-            gather = self.parts.backend.gather
-            self.staging.begin(number % 2, shape, kv.keys.dtype, lambda out: gather(kv, part.blocks, start, stop, out))
+        size, pieces = self.kv.block_size, []
+        for run in runs:
+            start = num_before(part.kv_runs[self.member], run.start)
+            first, last = start // size, -(-(start + len(run)) // size)
+            pieces.append(HostPiece(run, start - first * size, self.kv, part.blocks[first:last]))
+        return pieces
 
 
 def _merge_into(partial: Partial, rows: slice | Tensor, added: Partial) -> None:

@@ -1,9 +1,11 @@
-"""Transports that pass each message to one of two other transports."""
+"""Transports that pass messages to other transports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from longspan.attn.comm import Calls, Pending, Transport
 
@@ -52,6 +54,39 @@ class DirectedTransport(_TwoTransports):
 
     def __init__(self, rank: int, up: Transport, down: Transport) -> None:
         super().__init__(up, down, lambda peer: peer > rank, lambda peer: peer < rank)
+
+
+class AnnouncedTransport:
+    """Posts a receive when its sender has announced the message, so that no receive waits for a computation.
+
+    A receive that waits on a device occupies it, and may block other calls there. Use this in threads that do nothing
+    else, since the wait for an announcement blocks the thread.
+
+    Args:
+        notices: carries the announcements. It is tagged.
+    """
+
+    sums = None
+
+    def __init__(self, inner: Transport, notices: Transport) -> None:
+        assert notices.tagged, "threads wait for announcements in any order"
+        self._inner, self._notices, self.tagged = inner, notices, inner.tagged
+
+    def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
+        for _, buffer in sends:
+            if buffer.is_cuda:
+                torch.cuda.current_stream(buffer.device).synchronize()  # the message is complete
+        announced = self._notices.start([(peer, _notice()) for peer, _ in sends], [], tag)
+        self._notices.start([], [(peer, _notice()) for peer, _ in receives], tag).wait()
+        return _All([announced, self._inner.start(sends, receives, tag)])
+
+    def complete_sends(self) -> None:
+        self._notices.complete_sends()
+        self._inner.complete_sends()
+
+
+def _notice() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

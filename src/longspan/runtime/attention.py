@@ -21,7 +21,7 @@ from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
 
 if TYPE_CHECKING:
-    from longspan.attn.hosted import HostSource
+    from longspan.attn.hosted import HostPieces, HostSource
     from longspan.runtime.host_pool import HostPool
     from longspan.runtime.layerwise import Layerwise, LayerwiseStep
     from longspan.runtime.layerwise.layers import Arguments
@@ -65,7 +65,9 @@ class StepAttention:
             self._layerwise = layerwise.step(packed, comm, pool=pool, watch=watch)
         self._started: defaultdict[int, deque[object]] = defaultdict(deque)
         self._to_start = iter(pool.layers)
-        for _ in range(_LAYERS_AHEAD if comm.matches_early else 1):
+        self._pieces: HostPieces | None = None
+        self._hosted = self._host_sources(pool.layers[0])
+        for _ in range(_LAYERS_AHEAD if comm.tagged else 1):
             self._start_next()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -95,7 +97,7 @@ class StepAttention:
             self._stream(layer - 1 if self._stores_late else layer)
             out = torch.empty_like(q)
             kv = self._pool.layer(layer)
-            for channel, exchange in self._channels:
+            for (channel, exchange), host in zip(self._channels, self._hosted, strict=True):
                 call = Call(
                     exchange=channel.exchange,
                     group=self._comm.channel(layer, channel),
@@ -111,12 +113,14 @@ class StepAttention:
                     layers=self._pool.layers,
                     first_kv_head=self._first_kv_heads[layer] if self._first_kv_heads else 0,
                     started=self._started[channel.number].popleft() if exchange.start else None,
-                    host=self._host_source(channel, layer),
+                    host=host,
                 )
                 for (keys, values), slots in zip(exchange.attend(call) or (), channel.slots, strict=True):
                     slots.write(self._pool, layer, keys, values)
                 if channel.ratings is not None:
                     channel.ratings.add(call)
+            if (following := self._pool.after(layer)) is not None:
+                self._hosted = self._host_sources(following)
             self._start_next()
             return out
 
@@ -177,14 +181,22 @@ class StepAttention:
         kv = torch.empty(spec.num_kv_heads, 0, spec.head_dim, dtype=dtype, device=device)
         self(layer, q, kv, kv)
 
+    def _host_sources(self, layer: int) -> list[HostSource | None]:
+        return [self._host_source(channel, layer) for channel, _ in self._channels]
+
     def _host_source(self, channel: Channel, layer: int) -> HostSource | None:
+        """Start to copy host-resident keys of a layer to the device."""
         if channel.hosted is None:
             return None
-        from longspan.attn.hosted import HostSource  # noqa: PLC0415 - only with a host tier
+        from longspan.attn.hosted import HostPieces, HostSource  # noqa: PLC0415 - only with a host tier
 
         assert self._host is not None, "host-resident keys need a host pool"
-        kv, staging = self._host.layer(layer), self._host.staging
-        return HostSource(parts=channel.hosted, member=channel.rank, kv=kv, staging=staging)
+        if self._pieces is None:
+            self._pieces = HostPieces(self._host.staging)
+        kv, pieces = self._host.layer(layer), self._pieces
+        source = HostSource(parts=channel.hosted, member=channel.rank, kv=kv, pieces=pieces)
+        source.prefetch(self._specs[layer].window)
+        return source
 
     def _start_next(self) -> None:
         """Start the sends and receives of the next layer that need no result of that layer."""

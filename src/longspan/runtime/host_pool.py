@@ -6,14 +6,16 @@ The blocks do not depend on how instances are split. A rank reads and writes its
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from longspan.attn.hosted import HostStaging, PinnedStaging, Staging
+from longspan.attn.hosted import DeviceStaging, HostStaging, Staging
 from longspan.attn.paged import PagedKv
 from longspan.core.cluster import Cluster
 from longspan.core.kv_record import KvRecord
@@ -25,15 +27,38 @@ if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
 
 
-def map_blocks(memory: Path, record: KvRecord, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> BlockRecords:
-    """Map the pool of a host, with all layers and heads of the model."""
+def map_blocks(
+    memory: Path,
+    record: KvRecord,
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    cuda: ModuleType | None = None,
+) -> BlockRecords:
+    """Map the pool of a host, with all layers and heads of the model.
+
+    Args:
+        cuda: the CUDA runtime, `torch.cuda.cudart()`, which page-locks the memory as long as the records are used. So
+            devices copy blocks to and from it without the host. None for ranks on CPUs.
+    """
     with memory.open("r+b") as file:
         try:
             mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
         except OSError as error:
             raise MemoryError(f"the KV pool of the host cannot be mapped ({error.strerror})") from error
     layers = range(len(record.layers))
-    return BlockRecords(mapped, record, num_blocks=num_blocks, block_size=block_size, dtype=dtype, layers=layers)
+    records = BlockRecords(mapped, record, num_blocks=num_blocks, block_size=block_size, dtype=dtype, layers=layers)
+    if cuda is not None:
+        if (code := int(cuda.cudaHostRegister(mapped.data_ptr(), len(mapped), 0))) != 0:
+            problem = f"cannot be page-locked (CUDA error {code}): allow less with --host-kv-gib"
+            raise MemoryError(f"the KV pool of the host of {len(mapped) / 2**30:.1f} GiB {problem}")
+        weakref.finalize(records, _unregister, cuda, mapped)
+    return records
+
+
+def _unregister(cuda: ModuleType, mapped: Tensor) -> None:
+    cuda.cudaHostUnregister(mapped.data_ptr())
 
 
 class HostPool:
@@ -61,7 +86,7 @@ class HostPool:
         self._instance, _, self._shard = cluster.at(rank)
         self._tp = cluster.tp(self._instance)
         self.pool_of = cluster.host_pool
-        self.staging: Staging = HostStaging() if pool.device.type == "cpu" else PinnedStaging(pool.device)
+        self.staging: Staging = HostStaging() if pool.device.type == "cpu" else DeviceStaging(pool.device)
 
     def layer(self, layer: int) -> PagedKv:
         """Return a layer of the host with the KV heads of this rank."""

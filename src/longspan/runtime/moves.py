@@ -17,7 +17,7 @@ from longspan.runtime.messages import Moved, Sent
 
 if TYPE_CHECKING:
     from longspan.runtime.host_pool import HostPool
-    from longspan.runtime.move_channels import MoveChannel
+    from longspan.runtime.move_channels import MoveChannel, SideStream
 
 # ---------------------------------------------------------------- moves concurrent with Forwards
 
@@ -39,6 +39,7 @@ class Moves:
 
     def __init__(self, messages: BlockMessages, transport: Transport, host: HostPool | None = None) -> None:
         self._messages, self._transport = messages, transport
+        self._streams: list[SideStream] | None = None
         self._sending: dict[int, MoveChannel] = defaultdict(lambda: self._channel(sends=True))
         self._receiving: dict[int, MoveChannel] = defaultdict(lambda: self._channel(sends=False))
         self._missing: Counter[int] = Counter()  # by move: slices to receive, one per layer and peer
@@ -55,10 +56,14 @@ class Moves:
             self._swaps = SwapLane(host, messages, self._notify)
 
     def _channel(self, *, sends: bool) -> MoveChannel:
-        from longspan.runtime.move_channels import MoveChannel  # noqa: PLC0415 - only for moves between ranks
+        from longspan.runtime.move_channels import MoveChannel, SideStream  # noqa: PLC0415 - only for moves between ranks
 
-        begin, end = (self._begin_send, self._end_send) if sends else (self._begin_receive, self._end_receive)
-        return MoveChannel(self._messages.device, begin, end, self._notify)
+        if self._streams is None:
+            self._streams = [SideStream(self._messages.device) for _ in ("pack", "receive", "end")]
+        pack, receive, ending = self._streams
+        if sends:
+            return MoveChannel(pack, ending, self._begin_send, self._end_send, self._notify)
+        return MoveChannel(receive, ending, self._begin_receive, self._end_receive, self._notify)
 
     @property
     def is_idle(self) -> bool:

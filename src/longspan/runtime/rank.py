@@ -138,7 +138,7 @@ class Rank:
             if self._transports is not None:
                 self._transports.close()
             self._transports, self._num_connected = self._connect(cluster.hosts), cluster.num_ranks
-        self._transports.meet(cluster.shard_groups)
+        self._transports.meet(cluster)
         if cluster.is_spare(rank):
             return None, 0
         instance, stage, shard = cluster.at(rank)
@@ -186,6 +186,7 @@ class Rank:
                 num_blocks=cluster.host_blocks[number],
                 block_size=pool.block_size,
                 dtype=pool.dtype,
+                cuda=torch.cuda.cudart() if self._device.type == "cuda" else None,
             )
         return self._host_blocks
 

@@ -34,20 +34,18 @@ class StepLanes:
 
     Attributes:
         exchange: between instances, for exchanges.
-        early: between instances, for messages that start before the layer is computed, see `Group.start`.
         inside: between the ranks of a stage, for tensor parallelism.
         weights: between the ranks of a stage, for weights, which are fetched one layer ahead.
     """
 
     exchange: Transport
-    early: Transport
     inside: Transport
     weights: Transport
 
     @classmethod
     def one(cls, transport: Transport) -> Self:
         """Use one tagged transport for all lanes."""
-        return cls(exchange=transport, early=transport, inside=transport, weights=transport)
+        return cls(exchange=transport, inside=transport, weights=transport)
 
     def each(self, change: Callable[[Transport], Transport]) -> StepLanes:
         return StepLanes(**{name: change(lane) for name, lane in vars(self).items()})
@@ -79,9 +77,9 @@ class StepComm:
         self._first_tag = number % (FIRST_MOVE_TAG // per_step) * per_step
 
     @property
-    def matches_early(self) -> bool:
-        """Whether early messages may overtake each other. If not, a receive delays the later sends of its rank."""
-        return self._lanes.early.tagged
+    def tagged(self) -> bool:
+        """Whether messages of exchanges are matched by tag, so that a receive delays no other message."""
+        return self._lanes.exchange.tagged
 
     def channel(self, layer: int, channel: Channel) -> Group:
         if len(channel.members) == 1:
@@ -140,7 +138,6 @@ class StepComm:
             name=name,
             tags=tags,
             sent=self.sent,
-            early=transport or self._lanes.early,
         )
 
     def _tag(self, layer: int, channel: int) -> int:

@@ -54,8 +54,8 @@ class Transports:
         hidden: for hidden states sent to the next pipeline stage. The sender does not wait for these sends.
         samples: for sampled tokens, sent from the last stage to the stages that read tokens.
         close: closes all transports, when no rank uses them.
-        meet: prepares all-reduces over sets of ranks, while no step runs. All ranks call it with the same sets in the
-            same order, also ranks in none of the sets.
+        meet: prepares the lanes that a cluster needs, while no step runs. All ranks call it with the same clusters in
+            the same order, also spare ranks.
     """
 
     steps: StepLanes
@@ -64,7 +64,7 @@ class Transports:
     hidden: Transport
     samples: Transport
     close: Callable[[], None] = lambda: None
-    meet: Callable[[Sequence[Sequence[int]]], None] = lambda _: None
+    meet: Callable[[Cluster], None] = lambda _: None
 
     @classmethod
     def in_memory(cls, wires: Sequence[Wires], rank: int) -> Self:

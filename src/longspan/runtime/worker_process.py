@@ -5,26 +5,24 @@ The fork server, which has imported this module, forks the process, see `executo
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import zmq
-from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not in its __all__
 
 from longspan import native
 from longspan.attn import shared_memory
 from longspan.attn.comm import NO_PEERS
-from longspan.attn.routing import DirectedTransport, RoutedTransport
-from longspan.attn.transports import TorchTransport, meet, peer_errors
+from longspan.attn.routing import RoutedTransport
+from longspan.attn.transports import TorchTransport, meet
 from longspan.model.files import cache_root
 from longspan.runtime.child import end_with_parent
 from longspan.runtime.contact import Contact
@@ -143,7 +141,12 @@ def open_transports(
         return _on_host(rank, neighbours, prefix, timeout_s)
     meeting = prefix if store is None else PrefixStore(str(len(hosts)), store)
     is_nccl = device.type == "cuda" and (has_own_device or torch.cuda.device_count() >= len(hosts))
-    far = _by_process_groups(device, rank, len(hosts), meeting, timeout_s, is_nccl=is_nccl)
+    meet(meeting, rank, len(hosts), backend="nccl" if is_nccl else "gloo", timeout_s=timeout_s)
+    if is_nccl:
+        from longspan.runtime.nccl_lanes import nccl_transports  # noqa: PLC0415 - only with NCCL
+
+        return nccl_transports(device, rank)
+    far = _by_gloo(staged=device.type == "cuda")
     return _routed(_on_host(rank, neighbours, prefix, timeout_s), neighbours, far) if neighbours else far
 
 
@@ -175,41 +178,17 @@ def _routed(near: Transports, neighbours: Sequence[int], far: Transports) -> Tra
     )
 
 
-def _by_process_groups(
-    device: torch.device, rank: int, num_ranks: int, store: str | Store, timeout_s: float | None, *, is_nccl: bool
-) -> Transports:
-    """Open one tagged process group with gloo, or one process group per kind of work with NCCL.
-
-    NCCL needs one device per rank.
-    """
-    meet(store, rank, num_ranks, backend="nccl" if is_nccl else "gloo", timeout_s=timeout_s)
-    close = dist.destroy_process_group
-    if is_nccl:
-        sums = GroupSums(device)
-        exchange, weights, rebalances, hidden, samples = (TorchTransport(open_lane(device)) for _ in range(5))
-        inside = TorchTransport(open_lane(device), sums=sums)
-        early, moves = (_directed(rank, device) for _ in range(2))
-        return Transports(
-            steps=StepLanes(exchange=exchange, early=early, inside=inside, weights=weights),
-            rebalances=rebalances,
-            moves=moves,
-            hidden=hidden,
-            samples=samples,
-            close=close,
-            meet=sums.meet,
-        )
-    staged = device.type == "cuda"
+def _by_gloo(*, staged: bool) -> Transports:
+    """Use one tagged process group, through host memory if `staged`."""
     step, later = TorchTransport(staged=staged), TorchTransport(staged=staged, waits_for_sends=True)
-    return Transports(steps=StepLanes.one(step), rebalances=step, moves=later, hidden=later, samples=later, close=close)
-
-
-def _directed(rank: int, device: torch.device) -> DirectedTransport:
-    """Open two NCCL lanes, whose messages between two ranks do not wait for other pairs of ranks.
-
-    Sends need no wait: PyTorch keeps the buffer until NCCL has read it.
-    """
-    up, down = (TorchTransport(open_lane(device, pairwise=True), waits_for_sends=True) for _ in range(2))
-    return DirectedTransport(rank, up, down)
+    return Transports(
+        steps=StepLanes.one(step),
+        rebalances=step,
+        moves=later,
+        hidden=later,
+        samples=later,
+        close=dist.destroy_process_group,
+    )
 
 
 def open_device(kind: str, rank: int) -> torch.device:
@@ -241,50 +220,3 @@ def keep_to_cores(kind: str, rank: int, num_ranks: int, cores: Sequence[int]) ->
     if (pinned := [cores[rank]] if fills else [*cores]) != own_cores():
         with suppress(OSError):
             os.sched_setaffinity(0, pinned)
-
-
-class GroupSums:
-    """All-reduces over sets of ranks, each with a process group that `meet` opens.
-
-    NCCL adds in the tensor's dtype. Its order of additions depends on the number of ranks, and may depend on the size.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-
-    def meet(self, groups: Iterable[Sequence[int]]) -> None:
-        """Open lanes for new sets of ranks. Lanes of earlier clusters stay for later reuse."""
-        for ranks in map(tuple, groups):
-            if ranks not in self._groups:
-                self._groups[ranks] = open_lane(self._device, ranks)
-
-    def __call__(self, ranks: Sequence[int], tensor: Tensor) -> Tensor:
-        tensor = tensor.contiguous()
-        with peer_errors():
-            dist.all_reduce(tensor, group=self._groups[tuple(ranks)])
-        return tensor
-
-
-def open_lane(
-    device: torch.device, ranks: Sequence[int] | None = None, *, pairwise: bool = False
-) -> dist.ProcessGroup | None:
-    """Return a process group of some ranks (default: all), after a first collective call of all its ranks.
-
-    NCCL creates a communicator in the first call. PyTorch does not define a first call with only some of the ranks
-    (`batch_isend_irecv`). With `pairwise`, each pair of ranks also exchanges a message: single sends have a
-    communicator per pair, and its first call waits for the peer. All ranks open the same lanes in the same order,
-    since PyTorch numbers them.
-    """
-    group: dist.ProcessGroup | None = dist.new_group(ranks)
-    if ranks is not None and dist.get_rank() not in ranks:
-        return group
-    present = torch.ones(1, device=device)
-    dist.all_reduce(present, group=group)
-    assert present.item() == dist.get_world_size(group), "all ranks take part"
-    for low, high in itertools.combinations(range(dist.get_world_size(group)), 2) if pairwise else ():
-        if dist.get_rank() == low:
-            dist.send(present, high, group)
-        elif dist.get_rank() == high:
-            dist.recv(present, low, group)
-    return group

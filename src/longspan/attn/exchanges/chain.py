@@ -29,7 +29,7 @@ class ChainStart:
 
     predecessor: Message
     cached: list[Message]
-    arrival: Pending
+    arrival: Pending | None  # None without tags: a device would run it before calls that the predecessor waits for
     cached_arrival: Pending
 
 
@@ -50,7 +50,7 @@ def chain_start(group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec) -
     sends, receives = {peer: packed[seen[peer]] for peer in peers}, {peer: cached[peer] for peer in peers}
     cached_arrival = group.start(sends=sends, receives=receives, hop=0)
     predecessor = empty_kv_message(_new(parts, rank), spec.num_kv_heads, kv.keys)
-    arrival = group.start(sends={}, receives={rank - 1: predecessor} if rank else {}, hop=1, early=True)
+    arrival = _receive(group, predecessor) if group.tagged else None
     return ChainStart(predecessor=predecessor, cached=cached, arrival=arrival, cached_arrival=cached_arrival)
 
 
@@ -69,18 +69,22 @@ def chain(call: Call) -> Sequence[KeysAndValues]:
     assert all(part.is_in_order for part in parts), "members have consecutive runs in the order of the chain"
     started = call.started or chain_start(group, parts, call.kv, spec)
     assert isinstance(started, ChainStart), "the result of `chain_start`"
-    started.arrival.wait()
+    (started.arrival or _receive(group, started.predecessor)).wait()
     new = _new(parts, rank + 1)
     grown = empty_kv_message(new, spec.num_kv_heads, call.q)
     own = [tensor[:, part.rows] for part in parts for tensor in (call.k, call.v)]
     for target, before, added in zip(grown.tensors, started.predecessor.tensors, own, strict=True):
         torch.cat([before, added], dim=1, out=target)
     if rank + 1 < group.size:
-        group.start(sends={rank + 1: grown}, receives={}, hop=1, early=True)
+        group.start(sends={rank + 1: grown}, receives={}, hop=1)
     started.cached_arrival.wait()
     cached = [parts.cached(member, spec.window, rank) for member in range(group.size)]
     attend_joined(call, [*cached, new], [*started.cached, grown])
     return list(zip(grown.tensors[::2], grown.tensors[1::2], strict=True))
+
+
+def _receive(group: Group, predecessor: Message) -> Pending:
+    return group.start(sends={}, receives={group.rank - 1: predecessor} if group.rank else {}, hop=1)
 
 
 def _new(parts: MemberParts, num_members: int) -> PartRuns:

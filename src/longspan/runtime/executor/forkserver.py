@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -36,6 +36,16 @@ _SPIN_COUNT = "20000"
 20,000 polls take about 1 ms. The default takes 15 times as long. A decode step has about a hundred such waits, each for
 Python code between two kernels. At 2,000 polls a decode step took 25 % longer, since threads slept. Higher values waste
 time if the awaited thread has lost its core to another process.
+"""
+
+
+_ALLOCATOR = "PYTORCH_ALLOC_CONF"
+_ALLOCATOR_NAMES = {_ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"}
+"""Environment variables with the options of PyTorch's allocator. The first one hides the second."""
+CUDA_QUEUES = 32
+"""Hardware queues of a CUDA device, the maximum. CUDA's default is 8.
+
+Streams share them, and a call that waits for a peer blocks the calls behind it in its queue.
 """
 
 
@@ -116,7 +126,7 @@ class _ForkServer:
             "longspan.runtime.executor.forkserver_main",
             stdout=subprocess.PIPE,
             env={
-                **({} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": _SPIN_COUNT}),
+                **_defaults(os.environ),
                 **os.environ,
                 "OMP_NUM_THREADS": "1",  # workers set their own number: threads do not survive a fork
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting devices must not initialise CUDA before the fork
@@ -227,6 +237,16 @@ def _await_all(ends: Sequence[int]) -> None:
         waiting = select.poll()  # select() fails in a process with more than 1,023 open files
         waiting.register(end, select.POLLIN)
         waiting.poll(max(0.0, deadline - time.monotonic()) * 1000)
+
+
+def _defaults(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that libraries of workers read when they start. The caller's own variables override them."""
+    defaults = {"CUDA_DEVICE_MAX_CONNECTIONS": str(CUDA_QUEUES)}
+    if "OMP_WAIT_POLICY" not in environment:
+        defaults["GOMP_SPINCOUNT"] = _SPIN_COUNT
+    if _ALLOCATOR_NAMES.isdisjoint(environment):  # leaves no gaps between tensors of changing sizes
+        defaults[_ALLOCATOR] = "expandable_segments:True"
+    return defaults
 
 
 _server: _ForkServer | None = None
