@@ -1,4 +1,4 @@
-"""Comparisons of the attention kernels of a CUDA device with float64: test_gpu_kernels.py runs them one by one.
+"""Comparisons of the kernels of a CUDA device with float64: test_gpu_kernels.py runs them one by one.
 
 `compile_kernels.py` runs those of Triton's kernels before, many at a time, so that the tests find compiled kernels.
 """
@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from test_cuda_layers import compare_add_norm, compare_gated, compare_rotate
 from test_triton import compare_gather, compare_paged, compare_store, reads_of
 
 from longspan.attn.backends import backend_of
@@ -59,6 +60,29 @@ def block_cases() -> dict[str, Callable[[], None]]:
     return cases | {"blocks-8b": partial(compare_blocks, LLAMA_8B, 256, torch.bfloat16)}
 
 
+def layer_cases() -> dict[str, Callable[[], None]]:
+    """Names the comparisons of norms, rotary embeddings, stores and gates, in the 8B shape and in odd shapes."""
+    cases: dict[str, Callable[[], None]] = {}
+    for dtype in TOLERANCE:
+        for num_tokens, width in ((1, 4096), (32, 4096), (9, 576), (100, 14336)):
+            flags = (width == 576, True, True)
+            cases[f"norm-{num_tokens}x{width}-{dtype}"] = partial(
+                compare_add_norm, (num_tokens, width), flags, width == 576, dtype, 0, device="cuda"
+            )
+            cases[f"gate-{num_tokens}x{width}-{dtype}"] = partial(
+                compare_gated, num_tokens, width, "gelu_tanh" if width == 576 else "silu", dtype, 0, device="cuda"
+            )
+        for num_tokens, heads, dims, rotation in (
+            (1, (32, 8), (128, 128), (False, False, False, True)),
+            (37, (32, 8), (128, 128), (True, False, False, True)),
+            (37, (6, 3), (100, 60), (True, True, False, True)),
+            (300, (8, 2), (128, 64), (False, False, True, False)),
+        ):
+            name = f"rotate-{num_tokens}x{heads[0]}x{dims[0]}-{dtype}"
+            cases[name] = partial(compare_rotate, num_tokens, heads, dims, rotation, dtype, 0, device="cuda")
+    return cases
+
+
 def triton_cases() -> dict[str, Callable[[], None]]:
     """Names the comparisons that run Triton's kernels."""
     windows = {
@@ -67,4 +91,4 @@ def triton_cases() -> dict[str, Callable[[], None]]:
         for head_dim in HEAD_DIMS
         for dtype in TOLERANCE
     }
-    return block_cases() | windows
+    return block_cases() | layer_cases() | windows

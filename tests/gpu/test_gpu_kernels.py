@@ -1,4 +1,4 @@
-"""The attention kernels of a CUDA device against float64, and KV that is read from the host: `pytest -m gpu`."""
+"""The kernels of a CUDA device against float64, and KV that is read from the host: `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import BACKENDS, HEAD_DIMS, KINDS, LLAMA_8B, ROUNDING, SPEC, TOLERANCE, block_cases, compare_attention
+from kernel_cases import (
+    BACKENDS,
+    HEAD_DIMS,
+    KINDS,
+    LLAMA_8B,
+    ROUNDING,
+    SPEC,
+    TOLERANCE,
+    block_cases,
+    compare_attention,
+    layer_cases,
+)
 
 from longspan.attn.backends import CudaKernel
 from longspan.attn.backends.pytorch_cuda import TorchCuda
@@ -74,6 +85,11 @@ def test_several_prompts_are_one_call(window: int | None) -> None:
 @pytest.mark.parametrize("case", block_cases())
 def test_kernels_for_blocks_compute_their_definition(case: str) -> None:
     block_cases()[case]()
+
+
+@pytest.mark.parametrize("case", layer_cases())
+def test_kernels_of_layers_compute_their_definition(case: str) -> None:
+    layer_cases()[case]()
 
 
 @pytest.mark.parametrize("sizes", [[64] * 7, [512, 100, 512, 512, 3]], ids=str)

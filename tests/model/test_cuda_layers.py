@@ -55,13 +55,19 @@ def rms_norm(x: Tensor, weight: Tensor, adds_one: bool) -> Tensor:
 
 
 def compare_add_norm(
-    shape: tuple[int, int], flags: tuple[bool, bool, bool], adds_one: bool, dtype: torch.dtype, seed: int
+    shape: tuple[int, int],
+    flags: tuple[bool, bool, bool],
+    adds_one: bool,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    device: str = "cpu",
 ) -> None:
     from longspan.model.triton_layers import Norm, add_norm
 
     numbers = torch.Generator().manual_seed(seed)
-    x, residual = (torch.randn(shape[0], shape[1] + 3, generator=numbers).to(dtype)[:, : shape[1]] for _ in range(2))
-    weights = [torch.randn(shape[1], generator=numbers).to(dtype) for _ in range(2)]
+    x, residual = torch.randn(2, shape[0], shape[1] + 3, generator=numbers).to(device, dtype)[..., : shape[1]]
+    weights = torch.randn(2, shape[1], generator=numbers).to(device, dtype)
     before, after = (
         Norm(weight=weight, epsilon=1e-5, adds_one=adds_one) if flag else None
         for weight, flag in zip(weights, flags[:2], strict=True)
@@ -112,6 +118,8 @@ def compare_rotate(
     flags: tuple[bool, bool, bool, bool],
     dtype: torch.dtype,
     seed: int,
+    *,
+    device: str = "cpu",
 ) -> None:
     from longspan.model.triton_layers import Norm, Rotation, rotate
 
@@ -119,7 +127,7 @@ def compare_rotate(
     numbers = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=numbers).to(dtype)
+        return torch.randn(*shape, generator=numbers).to(device, dtype)
 
     qkv, cos, sin = draw(num_tokens, (num_heads + 2 * num_kv_heads) * dim), *draw(2, num_tokens, max(1, rotary_dim))
     weights = draw(2, dim)
@@ -129,7 +137,8 @@ def compare_rotate(
     blocks, offsets = torch.randperm(num_tokens, generator=numbers), torch.arange(num_tokens) % 4
     blocks[num_tokens // 2] = NOWHERE
     before = pools.clone()
-    slots = KvSlots(kv=PagedKv(keys=pools[0], values=pools[1]), blocks=blocks, offsets=offsets)
+    kv = PagedKv(keys=pools[0], values=pools[1])
+    slots = KvSlots(kv=kv, blocks=blocks.to(device), offsets=offsets.to(device))
     rotation = Rotation(cos=cos[None], sin=sin[None], pairs_adjacent=adjacent) if rotary_dim else None
     found = rotate(qkv, num_heads, num_kv_heads, rotation, norms=(norms[0], norms[1]), slots=slots if stores else None)
 
@@ -170,10 +179,13 @@ def test_rotated_and_stored_heads_are_those_of_float64(
     assert_interpreted(compare_rotate, num_tokens, heads, dims, flags, dtype, seed)
 
 
-def compare_gated(num_tokens: int, inner: int, activation: Any, dtype: torch.dtype, seed: int) -> None:
+def compare_gated(
+    num_tokens: int, inner: int, activation: Any, dtype: torch.dtype, seed: int, *, device: str = "cpu"
+) -> None:
     from longspan.model.triton_layers import gated
 
-    gate_up = (3 * torch.randn(num_tokens, 2 * inner, generator=torch.Generator().manual_seed(seed))).to(dtype)
+    numbers = torch.Generator().manual_seed(seed)
+    gate_up = (3 * torch.randn(num_tokens, 2 * inner, generator=numbers)).to(device, dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
     active = nn.functional.silu(gate) if activation == "silu" else nn.functional.gelu(gate, approximate="tanh")
     assert_close(gated(gate_up, activation), active * up)
@@ -220,7 +232,7 @@ def bytes_beyond_registers(
     return sum(map(int, spills))
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("width", [96, 4096, 8192])
 def test_kernels_compile_and_fit_into_registers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: int, width: int
