@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +14,7 @@ from hypothesis import strategies as st
 from interpreted import Run
 from launches import Launches
 from test_graph_step import Decodes, triton_backend
+from test_triton_compiled import ARCHITECTURES, compiled, stack_bytes
 from tiny_models import BASE, TINY, write_checkpoint
 from torch import Tensor, nn
 from transformers import Gemma3TextConfig, GemmaConfig, PreTrainedConfig, SeedOssConfig, SmolLM3Config
@@ -208,31 +205,7 @@ def test_gates_are_those_of_float64(
 # ---------------------------------------------------------------- compilation
 
 
-def bytes_beyond_registers(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, num_warps: int
-) -> int:
-    """Compile for an architecture without a device, and return the bytes that do not fit into registers."""
-    import triton
-    from triton import compiler
-    from triton.backends.compiler import GPUTarget
-
-    names = kernel.arg_names
-    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
-    even = [i for i, name in enumerate(names) if signature[name][0] == "*"]
-    source = compiler.ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in even})
-    code = compiler.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
-    tool, name = triton.knobs.nvidia.ptxas, f"sm_{arch}{'a' if arch >= 90 else ''}"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(code.asm["ptx"])
-        file.flush()
-        command = [tool.path, "-v", f"--gpu-name={name}", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spills = re.findall(r"(\d+) bytes spill", said)
-    assert spills, said
-    return sum(map(int, spills))
-
-
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("width", [96, 4096, 8192])
 def test_kernels_compile_and_fit_into_registers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: int, width: int
@@ -258,7 +231,7 @@ def test_kernels_compile_and_fit_into_registers(
             constants = {name: value for name, value in (sizes | left_out).items() if name in kernel.arg_names}
             own = {name: kind for name, kind in kinds.items() if name in kernel.arg_names}
             num_warps = ours.num_warps(width) if kernel is ours.norm_kernel else 4
-            assert bytes_beyond_registers(kernel, own, constants, arch, num_warps) == 0
+            assert stack_bytes(compiled(kernel, own, constants, arch, num_warps=num_warps), tmp_path) == 0
 
 
 # ---------------------------------------------------------------- models
