@@ -166,6 +166,30 @@ def test_a_dropped_connection_is_reported_at_once() -> None:
         assert controller.receive(0.3) is None
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_only_the_end_of_its_own_connection_is_the_end_of_a_worker(*, has_ended: bool) -> None:
+    """A port scan during the start ends a connection whose descriptor the worker's connection gets."""
+    with channel() as controller:
+        address, port = controller.contact.address.removeprefix("tcp://").split(":")
+        contact = msgspec.json.encode(controller.contact).decode()
+        # It starts first, since its pipes would take the descriptor.
+        command = [sys.executable, "-c", GREET, contact]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            subprocess.run([sys.executable, "-c", SCAN, address, port], check=True, timeout=30)
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write("scanned\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "connected\n"
+            if has_ended:
+                process.kill()
+                process.wait(30)
+                time.sleep(0.3)
+            report = controller.receive(0.3)  # before this, the engine prepares the start and reads no reports
+            process.kill()
+    expected = messages.Exited(0, messages.DISCONNECTED) if has_ended else None
+    assert (None if report is None else msgspec.msgpack.decode(report, type=messages.Report)) == expected
+
+
 def test_a_silent_worker_is_lost_long_before_the_step_timeout(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "INTERVAL_S", 0.2)
     monkeypatch.setattr(heartbeats, "SILENCE_S", 1.0)
@@ -175,6 +199,22 @@ def test_a_silent_worker_is_lost_long_before_the_step_timeout(tiny: Path, monkey
             llm.generate([PROMPT], GREEDY, use_tqdm=False)
 
 
+SCAN = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], int(sys.argv[2]))):
+    time.sleep(0.3)
+"""
+"""A client that sends nothing."""
+GREET = """
+import msgspec, sys, time, zmq
+from longspan.runtime.contact import Contact
+context, _ = zmq.Context(), sys.stdin.readline()
+socket = msgspec.json.decode(sys.argv[1], type=Contact).connect(context, 0)
+time.sleep(1)
+print("connected", flush=True)
+time.sleep(100)
+"""
+"""A worker that sends its greeting only."""
 LISTEN = """
 import msgspec, time
 from longspan.runtime.executor.secure_channel import SecureChannel

@@ -39,8 +39,11 @@ class SecureChannel(Channel):
 
     def __init__(self, address: str) -> None:
         self._thread: threading.Thread | None = None
+        self._open: set[int] = set()
+        """File descriptors of open connections. The system uses them again for later connections."""
         self._ranks: dict[int, int] = {}  # by file descriptor of the connection
         super().__init__(f"tcp://{address}:*")
+        self._ends = self.reporter()
 
     def _bind(self, address: str) -> Contact:
         public, secret = zmq.curve_keypair()
@@ -61,24 +64,42 @@ class SecureChannel(Channel):
         self._thread = threading.Thread(target=_serve, args=(zap, store, worker_public), daemon=True)
         self._thread.start()
         send_heartbeats(self._workers)
-        self._events = self._workers.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._events = self._workers.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._workers.bind(address)
         return Contact(address=self._workers.get_string(zmq.LAST_ENDPOINT), store=where, keys=keys)
 
     def _read(self) -> bytes:
         sender, report = self._workers.recv_multipart(copy=False)
         if not report.bytes:
-            self._ranks[int(sender.get(zmq.SRCFD))] = int(sender.bytes)
-            self._greet(int(sender.bytes))
+            self._take_events()  # of an earlier connection with the same descriptor
+            connection, rank = int(sender.get(zmq.SRCFD)), int(sender.bytes)
+            self._greet(rank)
+            if connection in self._open:
+                self._ranks[connection] = rank
+            else:
+                self._report_end(rank)
         return report.bytes
 
     def _ended(self) -> bytes:
-        """Take the end of a connection. Return a report if it was the connection of a worker, else nothing."""
+        self._take_events()
+        return b""
+
+    def _take_events(self) -> None:
+        """Take the starts and ends of all connections so far, in their order. Report the ends of workers."""
         assert self._events is not None, "the sockets are bound"
-        rank = self._ranks.pop(int(recv_monitor_message(self._events)["value"]), None)
-        if rank is None or rank < 0:  # refused by its key, no greeting, or a process with KV pools, which Ray watches
-            return b""
-        return msgspec.msgpack.encode(messages.Exited(rank, messages.DISCONNECTED))
+        while self._events.poll(0):
+            event = recv_monitor_message(self._events)
+            connection = int(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._open.add(connection)
+                continue
+            self._open.discard(connection)
+            if connection in self._ranks:  # else it was refused by its key, or sent no greeting
+                self._report_end(self._ranks.pop(connection))
+
+    def _report_end(self, rank: int) -> None:
+        if rank >= 0:  # else a process with KV pools, which Ray watches
+            self._ends.send(msgspec.msgpack.encode(messages.Exited(rank, messages.DISCONNECTED)))
 
     def close(self) -> None:
         if self._thread is not None and not self.context.closed:
