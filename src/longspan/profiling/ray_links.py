@@ -19,6 +19,7 @@ from longspan.profiling.links import main
 from longspan.runtime.contact import Contact
 from longspan.runtime.executor.ray_actor import run_dir, use_interface
 from longspan.runtime.executor.ray_hosts import RayHosts, open_channel
+from longspan.runtime.executor.ray_places import reason_of
 from longspan.runtime.store import ControllerStore
 
 _TIMEOUT_S = 300.0
@@ -90,5 +91,4 @@ def _check(call: ray.ObjectRef[bytes], rank: int) -> None:
     try:
         ray.get(call)
     except RayError as error:
-        reason = str(error).strip().rpartition("\n")[2]
-        raise WorkerLostError(rank, f"its links are not measured: {reason}") from error
+        raise WorkerLostError(rank, f"its links are not measured: {reason_of(error)}") from error

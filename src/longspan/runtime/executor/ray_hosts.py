@@ -47,7 +47,7 @@ from longspan.runtime.contact import Contact
 from longspan.runtime.executor.channel import Channel
 from longspan.runtime.executor.forkserver import StartWorker
 from longspan.runtime.executor.ray_actor import RankActor, RankStarted, StartRank, address_of
-from longspan.runtime.executor.ray_places import LookOut, Place, Reservation, answering
+from longspan.runtime.executor.ray_places import LookOut, Place, Reservation, answering, reason_of
 from longspan.runtime.executor.secure_channel import SecureChannel
 from longspan.runtime.messages import WorkerConfig
 
@@ -243,18 +243,28 @@ class RayHosts:
             self._hosts[number : number + 1] = [node]
         return self._hosts.index(node)
 
-    def _prepare(self, bundle: int) -> bool:
-        """Prepare the model at a place, so that the engine pauses for a short time only when it uses the place."""
+    def _prepare(self, bundle: int, end: threading.Event) -> bool:
+        """Prepare the model at a place, so that the engine pauses for a short time only when it uses the place.
+
+        Return False also if `end` is set, or the place is lost.
+        """
         config = self._config
         assert config is not None, "an engine looks for places after its first start"
         command = StartWorker(config, 0, Contact(address=""), "", Path())
-        actor = self._actor(bundle)
+        actor, deadline_s = self._actor(bundle), time.monotonic() + _START_TIMEOUT_S
         try:
-            reason = bytes(ray.get(actor.prepare.remote(self.order(command)), timeout=_START_TIMEOUT_S)).decode()
-        except (RayError, TimeoutError) as error:
-            reason = str(error).strip().partition("\n")[0]
+            call = actor.prepare.remote(self.order(command))
+            while not ray.wait([call], timeout=_CHECK_S)[0]:
+                if end.is_set() or bundle not in self.usable():
+                    return False
+                if time.monotonic() > deadline_s:
+                    raise GetTimeoutError(f"the model is not prepared after {_START_TIMEOUT_S:g} s")
+            reason = bytes(ray.get(call)).decode()
+        except RayError as error:
+            reason = reason_of(error)
         finally:
-            ray.kill(actor)
+            if ray.is_initialized():  # else this would start a cluster
+                ray.kill(actor)
         if reason:
             _log.warning("a new host cannot be used: %s", reason)
         return not reason
@@ -321,8 +331,7 @@ class RayLauncher:
             started = msgspec.json.decode(ray.get(self._starting[rank]), type=RankStarted)
         except RayError as error:
             self._hosts.check(self.cluster)
-            reason = str(error).strip().partition("\n")[0]
-            raise WorkerLostError(rank, f"its actor does not start: {reason}") from error
+            raise WorkerLostError(rank, f"its actor does not start: {reason_of(error)}") from error
         if started.error is not None:
             raise WorkerLostError(rank, f"it does not start: {started.error}")
         self._logs[rank] = started.log

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 _CONNECT_TIMEOUT_S = 1.0
@@ -48,10 +48,13 @@ class Reservation:
     """
 
     def __init__(self, bundles: Sequence[dict[str, float]], nodes: Sequence[str]) -> None:
-        self._groups = [
-            placement_group([bundle], strategy="STRICT_PACK", _soft_target_node_id=node)
-            for bundle, node in zip_longest(bundles, nodes)
-        ]
+        self._groups: list[PlacementGroup] = []
+        try:
+            for bundle, node in zip_longest(bundles, nodes):
+                self._groups.append(placement_group([bundle], strategy="STRICT_PACK", _soft_target_node_id=node))
+        except BaseException:
+            self.close()
+            raise
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all bundles have their resources. Return False after `timeout_s`."""
@@ -74,6 +77,12 @@ class Reservation:
     def close(self) -> None:
         for group in self._groups:
             remove_placement_group(group)
+
+
+def reason_of(error: Exception) -> str:
+    """Return the reason in one line. The first line of an error inside an actor is the place of a traceback."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1] if isinstance(error, RayTaskError) else lines[0]
 
 
 def answering(nodes: Mapping[str, dict[str, Any]]) -> set[str]:
@@ -99,10 +108,12 @@ class LookOut:
 
     Args:
         usable: returns the bundles that live hosts have, with their nodes.
-        prepare: prepares a bundle for a rank. Returns False if the rank would not start there.
+        prepare: prepares a bundle for a rank, until an event is set. Returns False if the rank would not start there.
     """
 
-    def __init__(self, usable: Callable[[], Mapping[int, str]], prepare: Callable[[int], bool]) -> None:
+    def __init__(
+        self, usable: Callable[[], Mapping[int, str]], prepare: Callable[[int, threading.Event], bool]
+    ) -> None:
         self._usable, self._prepare = usable, prepare
         self._end, self._news = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -120,7 +131,7 @@ class LookOut:
         self._thread.start()
 
     def close(self) -> None:
-        """End the look-out. A bundle that is being prepared may be ready later, without effect."""
+        """End the look-out, and the preparation of a bundle, whose resources are then free."""
         self._end.set()
         self._news = threading.Event()
         if self._thread is not None:
@@ -131,9 +142,9 @@ class LookOut:
         while not end.wait(_LOOK_S):
             try:
                 for place in self._usable().items():
-                    if place[0] in known or time.monotonic() < retry_s[place]:
+                    if end.is_set() or place[0] in known or time.monotonic() < retry_s[place]:
                         continue
-                    if self._prepare(place[0]):
+                    if self._prepare(place[0], end):
                         known.add(place[0])
                         news.set()
                     retry_s[place] = time.monotonic() + _RETRY_S

@@ -22,6 +22,7 @@ from longspan.errors import ParameterError, WorkerLostError
 from longspan.runtime import messages
 from longspan.runtime.executor.channel import Channel
 from longspan.runtime.executor.ray_hosts import RayHosts, open_channel
+from longspan.runtime.executor.ray_places import reason_of
 from longspan.runtime.executor.ray_pools import OnDisk, PoolActor, PoolsOpened, address_of_host
 from longspan.runtime.host_tiers import HostTiers, PoolPlan
 
@@ -98,8 +99,8 @@ class RayTiers(HostTiers):
         try:
             answer = ray.get(call, timeout=max(0.0, deadline_s - time.monotonic()))
         except RayError as error:  # also when the time is over
-            reason = str(error).strip().partition("\n")[0]
-            raise WorkerLostError(rank, f"the KV pools of its host {name} do not open: {reason}") from error
+            reason = f"the KV pools of its host {name} do not open: {reason_of(error)}"
+            raise WorkerLostError(rank, reason) from error
         opened = msgspec.json.decode(answer, type=PoolsOpened, dec_hook=lambda kind, text: kind(text))
         if opened.parameter is None:
             return opened
