@@ -175,6 +175,18 @@ def test_a_cluster_that_is_too_small_is_named_with_its_resources(
     assert not ray.is_initialized()
 
 
+def test_an_address_of_another_cluster_than_the_connected_one_is_named(
+    two_hosts: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process has one connection to Ray."""
+    with closing(reserve_hosts(EngineArgs("m", **options(two_hosts, threads_per_rank=1)))):
+        for address in (two_hosts, "auto", "127.0.0.1:1"):
+            reserve_hosts(EngineArgs("m", **options(address, threads_per_rank=1))).close()
+    warning = f"ray_address 127.0.0.1:1 is not used, since this process has a connection to Ray at {two_hosts}"
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [warning]
+    assert not ray.is_initialized()
+
+
 @pytest.mark.parametrize(("address", "refused"), [("127.0.0.1", False), ("10.1.2.3", True)])
 def test_a_topology_file_replaces_labels_and_must_have_all_hosts(
     address: str, refused: bool, two_hosts: str, tmp_path: Path

@@ -403,18 +403,26 @@ def _connect(address: str | None) -> None:
                 for number, handler in handlers.items() if is_main else ():
                     signal.signal(number, handler)
             _is_ours = True
+        elif _is_of_host(address or "") and address != (used := ray.get_runtime_context().gcs_address):
+            _log.warning("ray_address %s is not used, since this process has a connection to Ray at %s", address, used)
         _num_users += 1
 
 
 def _check_address(address: str) -> None:
     """Raise ParameterError if no process listens at `host:port`. Ray itself would wait for minutes."""
-    host, colon, port = address.rpartition(":")
-    if not colon or "/" in address or not port.isdecimal():  # `auto`, `local`, `ray://...`
+    if not _is_of_host(address):
         return
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
         raise _no_cluster(address, str(error)) from error
+
+
+def _is_of_host(address: str) -> bool:
+    """Return True for `host:port`, unlike `auto`, `local` and `ray://...`."""
+    _, colon, port = address.rpartition(":")
+    return bool(colon) and "/" not in address and port.isdecimal()
 
 
 def _no_cluster(address: str | None, reason: str) -> ParameterError:
@@ -443,7 +451,8 @@ def _too_small(groups: Sequence[range], per_rank: dict[str, float], nodes: Itera
     hosts = "; ".join(", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in names) for node in nodes)
     problem = (
         f"is ray, but its cluster has no free place for {num_ranks} ranks with {resources} each, of which up to "
-        f"{largest} share a host. Its hosts have: {hosts}. Use fewer ranks or `threads_per_rank`, or add hosts"
+        f"{largest} share a host. Its hosts have: {hosts}. Use fewer ranks or `threads_per_rank`, add hosts, or try "
+        "again after other jobs have released their resources"
     )
     return ParameterError("executor", problem, "ray")
 
