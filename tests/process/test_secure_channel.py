@@ -125,6 +125,20 @@ def test_only_workers_of_the_run_send_reports_get_commands_and_use_the_store(
     assert caplog.messages == [warning] * (kind == "own pair"), "other handshakes fail before the check of keys"
 
 
+def test_no_key_is_accepted_once_nothing_checks_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ accepts every pair of keys then, unless it has to check the domain."""
+
+    def fail(zap: zmq.Socket[bytes], store: zmq.Socket[bytes], _: bytes) -> None:
+        zap.close()
+        store.close()
+
+    monkeypatch.setattr(secure_channel, "_serve", fail)
+    monkeypatch.setattr(secure_channel, "_JOIN_TIMEOUT_S", 0.1)
+    with channel() as controller, worker(wrong_keys(controller.contact)["own pair"]) as intruder:
+        intruder.send(b"a report")
+        assert controller.receive(1.0) is None
+
+
 def test_the_store_keeps_the_laws_of_pytorch() -> None:
     """Also through PyTorch's own prefix, which calls it from C++."""
     with channel() as controller:

@@ -57,8 +57,9 @@ class SecureChannel(Channel):
             socket.curve_server = True
             socket.curve_secretkey = secret
             socket.zap_domain = _DOMAIN.encode()
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else ZeroMQ accepts all keys if nothing checks them
         zap = self.context.socket(zmq.REP)
-        zap.bind(_ZAP)  # before the other sockets: ZeroMQ accepts all keys if nothing checks them
+        zap.bind(_ZAP)  # before the other sockets, which would refuse all keys
         store.bind(address)
         where = store.get_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=_serve, args=(zap, store, worker_public), daemon=True)
