@@ -9,7 +9,7 @@ A prompt is computed in one step by each exchange, and on one instance. So are t
 tokens are cached on both instances, by `ring_q` and by `ring_kv`. Links without a limit and with each rate alternate.
 The added time is the TTFT over a limited link minus the TTFT over the link without a limit. The cost model of `longspan
 estimate` predicts both (`cost/forward.py`). `ring_kv` over the link without a limit gives the speeds of attention and
-of all other work. The speeds of each link are measured as by `longspan profile`.
+of all other work. A plain TCP stream gives the speed of each link.
 
 The times of the first round are a profile of each link, by which policy `context` chooses among these exchanges.
 With `--require`, the exit code is 1 for a prediction that is off by more than 15 %. So it is for a chosen exchange that
@@ -23,6 +23,7 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -34,22 +35,20 @@ from rich.progress import track
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from host_ranks import llm_on, start_on
+from host_ranks import llm_on
 from hosts import Host, network_hosts, why_not
 
 from longspan import LLM, RequestOutput, SamplingParams
 from longspan.core.exchange import exchange_named
-from longspan.core.imitated_hosts import locations_of_ranks
 from longspan.core.layouts import shard_span
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.catalog import Attention, Device, Efficiency, LinearCurve, Link, StreamCurve
 from longspan.cost.channels import Channel, Shares, shares_of
 from longspan.cost.forward import Breakdown, Roofline
-from longspan.cost.profile import Prefill, Profile, fit_link
+from longspan.cost.profile import Prefill, Profile
 from longspan.cost.roofline import Layer
 from longspan.cost.topology import Topology
-from longspan.profiling.links import time_links
 
 MODEL, BLOCK = "smollm2-135m", 16
 _MISS = 0.02
@@ -58,8 +57,27 @@ _SHORT = 512
 """Tokens of a second prompt of each profile. A fit needs two lengths."""
 _MAX_ERROR, _NEAR = 0.15, 0.05
 _TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+_LATENCY_S = 100e-6
+"""Seconds of the smallest message between two namespaces. It hardly changes the added time."""
 _ENDLESS = 1e15
 """Bytes per second or per clock of memory that no operator waits for."""
+_STREAM_S, _UNLIMITED = 0.3, 10.0
+"""Seconds of the TCP stream that measures a link, and Gb/s for its size without a limit."""
+RECEIVE = """
+import socket, sys, time
+with socket.create_server((sys.argv[1], 5000)) as server:
+    print("listening", flush=True)
+    peer, _ = server.accept()
+    num_bytes, start_s = len(peer.recv(1 << 16)), time.monotonic()
+    while data := peer.recv(1 << 16):
+        num_bytes += len(data)
+    print(num_bytes / (time.monotonic() - start_s))
+"""
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5000), timeout=30) as peer:
+    peer.sendall(bytes(int(sys.argv[2])))
+"""
 Rate = float | None
 """Gb/s of each host's link, or None without a limit."""
 
@@ -107,7 +125,7 @@ def main() -> int:
 def _compare(hosts: Sequence[Host], options: argparse.Namespace) -> int:
     rates: list[Rate] = [None, *options.gigabits]
     load = os.getloadavg()[0]
-    links = {rate: _link(hosts, rate) for rate in track(rates, "links", console=Console(stderr=True))}
+    speeds = {rate: _bytes_per_s(hosts, rate) for rate in rates}
     profiled: Samples = {}
     samples: Samples = defaultdict(list)
     attention_s: list[float] = []
@@ -138,7 +156,7 @@ def _compare(hosts: Sequence[Host], options: argparse.Namespace) -> int:
         chosen = {
             (rate, partial): runner.chosen(profiled, rate, partial=partial) for rate in rates for partial in KINDS
         }
-    prediction = Prediction.of(options.prompt, samples[_SPEEDS, None], attention_s, links)
+    prediction = Prediction.of(options.prompt, samples[_SPEEDS, None], attention_s, speeds)
     is_good = _report_added(samples, prediction, options, load)
     is_good &= _report_chosen(samples, chosen)
     if options.json:
@@ -150,14 +168,12 @@ def _compare(hosts: Sequence[Host], options: argparse.Namespace) -> int:
 def _report_added(samples: Samples, prediction: Prediction, options: argparse.Namespace, load: float) -> bool:
     """Print the added times. Return True if each prediction is near."""
     speeds = ", ".join(
-        f"{8e-9 * link.nominal_bytes_per_s:.3g} Gb/s one way and {8e-9 * link.bytes_per_s:.3g} both ways at "
-        f"{rate or 'no limit'}"
-        for rate, link in prediction.links.items()
+        f"{speed * 8 / 1e9:.3g} Gb/s at {rate or 'no limit'}" for rate, speed in prediction.speeds.items()
     )
     print(
         f"{options.prompt} tokens, {options.rounds} rounds, load {load:.1f} before and {os.getloadavg()[0]:.1f} after"
     )
-    print(f"links: {speeds}")
+    print(f"TCP streams: {speeds}")
     table = Table(title="seconds that a limited link adds to the first token", title_justify="left")
     for column in ("", "Gb/s", "TTFT", "added", "spread", "predicted", "error", ""):
         table.add_column(column, justify="left" if not column else "right")
@@ -217,18 +233,22 @@ def _spread(times: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The cost model with the speeds of this machine and of each link."""
+    """The cost model with the speeds of this machine.
+
+    Attributes:
+        speeds: payload bytes per second of each link.
+    """
 
     num_tokens: int
     model: Architecture
     device: Device
     efficiency: Efficiency
     attention: Attention
-    links: dict[Rate, Link]
+    speeds: dict[Rate, float]
 
     @classmethod
     def of(
-        cls, num_tokens: int, ttft_s: Sequence[float], attention_s: Sequence[float], links: dict[Rate, Link]
+        cls, num_tokens: int, ttft_s: Sequence[float], attention_s: Sequence[float], speeds: dict[Rate, float]
     ) -> Prediction:
         """Fit the speeds of attention and of all other work to `_SPEEDS` over a link without a limit.
 
@@ -246,7 +266,7 @@ class Prediction:
                 attention={"flash": zero, "eager": zero},
             ),
             attention=zero,
-            links=links,
+            speeds=speeds,
         )
         modelled = prediction._breakdown(_SPEEDS, None)
         attended_s = statistics.median(attention_s)
@@ -263,12 +283,20 @@ class Prediction:
 
     def _breakdown(self, case: Case, rate: Rate) -> Breakdown:
         """Return the slowest member's seconds."""
-        link, exchange = self.links[rate], exchange_named(case.exchange)
-        if exchange.traits.skewed:  # its messages have one direction
-            link = replace(link, bytes_per_s=link.nominal_bytes_per_s)
+        speed = self.speeds[rate]
+        link = Link(
+            where="between",
+            nominal_bytes_per_s=speed,
+            bytes_per_s=speed,
+            ring_bytes_per_s=speed,
+            shared=True,
+            latency_s=_LATENCY_S,
+            collective_s=_LATENCY_S,
+        )
         topology = Topology(tp=1, gpus_per_host=1, inside=link, between=link, hosts=(0, 1))
         layer = Layer(model=self.model, device=self.device, efficiency=self.efficiency, attention=self.attention, tp=1)
         line = Roofline(layer=layer, topology=topology, stages=(range(self.model.attention.num_layers),), hops=())
+        exchange = exchange_named(case.exchange)
         start = _cached(self.num_tokens) if case.partial else 0
         runs = shard_span(exchange.traits.layouts[0], start, self.num_tokens, 2, align=BLOCK, head=0)
         shares = Shares.of(shares_of(exchange, runs, start, self.num_tokens))
@@ -277,23 +305,16 @@ class Prediction:
         return max(line.times([channel], tokens, {1: 1}).values(), key=lambda spent: spent.total_s)
 
 
-def _link(hosts: Sequence[Host], rate: Rate) -> Link:
-    """Measure the link between two hosts. Its nominal speed is that of messages in one direction."""
+def _bytes_per_s(hosts: Sequence[Host], rate: Rate) -> float:
+    """Measure a TCP stream of `_STREAM_S` seconds over a link."""
+    first, second = hosts
     _limit(hosts, rate)
-    samples = defaultdict[str, list[tuple[int, float]]](list)
-    for transfer in time_links(locations_of_ranks(2, "2"), "cpu", start_on(hosts)):
-        samples[transfer.kind].append((transfer.num_bytes, statistics.median(transfer.seconds)))
-    one_way, both_ways, ring = (fit_link(samples[kind]) for kind in ("point_to_point", "alltoall", "all_gather"))
-    assert one_way is not None and both_ways is not None and ring is not None, "larger messages take longer"
-    return Link(
-        where="between",
-        nominal_bytes_per_s=one_way.bytes_per_s,
-        bytes_per_s=both_ways.bytes_per_s,
-        ring_bytes_per_s=ring.bytes_per_s,
-        shared=True,
-        latency_s=one_way.start_s,
-        collective_s=ring.start_s,
-    )
+    num_bytes = round((rate or _UNLIMITED) * 1e9 / 8 * _STREAM_S)
+    python = (sys.executable, "-SEc")
+    with first.popen(*python, RECEIVE, first.address, stdout=subprocess.PIPE) as receiver:
+        assert receiver.stdout is not None and receiver.stdout.readline() == b"listening\n"
+        second.run(*python, SEND, first.address, str(num_bytes))
+        return float(receiver.stdout.read())
 
 
 def _limit(hosts: Sequence[Host], rate: Rate) -> None:
