@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from cluster import Cluster, Setup
@@ -95,17 +96,17 @@ def test_finite_chunks_before_poison_stay_shared() -> None:
     assert_lawful(cluster)
 
 
+def one_decode_instance(*, backends: int, **sizes: Any) -> Cluster:
+    """Return a cluster of a prefill and a decode instance, with blocks of 2 tokens. Token 60 gives NaN."""
+    roles = Roles(num_prefill=1, num_decode=1, backends=backends)
+    cluster = Cluster(Setup(num_instances=2, roles=roles, policy="tetris", block_size=2, **sizes))
+    cluster.executor.poison = [60]
+    return cluster
+
+
 def test_blocks_received_for_an_aborted_request_are_cleared() -> None:
     """When the request is aborted, its chunk with NaN is in flight, and its KV streams to a decode instance."""
-    setup = Setup(
-        num_instances=2,
-        roles=Roles(num_prefill=1, num_decode=1, backends=1),
-        policy="tetris",
-        block_size=2,
-        max_num_batched_tokens=40,
-    )
-    cluster = Cluster(setup)
-    cluster.executor.poison = [60]
+    cluster = one_decode_instance(backends=1, max_num_batched_tokens=40)
     request = cluster.add([60, 1, 2, 3, 4], max_tokens=4)
     cluster.step(timeout_s=0.0)
     assert request.in_flight
@@ -116,17 +117,7 @@ def test_blocks_received_for_an_aborted_request_are_cleared() -> None:
 
 def test_blocks_of_an_ended_transfer_are_cleared_before_the_next_transfer_fills_them() -> None:
     """NaN ends a request whose second chunk is in flight. Cached KV of another request takes its decode blocks."""
-    setup = Setup(
-        num_instances=2,
-        roles=Roles(num_prefill=1, num_decode=1, backends=4),
-        policy="tetris",
-        num_blocks=64,
-        decode_blocks=12,
-        block_size=2,
-        max_num_batched_tokens=8,
-    )
-    cluster = Cluster(setup)
-    cluster.executor.poison = [60]
+    cluster = one_decode_instance(backends=4, num_blocks=64, decode_blocks=12, max_num_batched_tokens=8)
     prompt = [1, 2, 3, 4]
     cluster.add(prompt, max_tokens=1)
     cluster.run()
@@ -142,17 +133,7 @@ def test_blocks_of_an_ended_transfer_are_cleared_before_the_next_transfer_fills_
 
 def test_blocks_of_a_transfer_are_cleared_when_a_decoding_request_takes_them() -> None:
     """The chunk with NaN is in flight, and its KV streams to these blocks."""
-    setup = Setup(
-        num_instances=2,
-        roles=Roles(num_prefill=1, num_decode=1, backends=1),
-        policy="tetris",
-        num_blocks=64,
-        decode_blocks=65,
-        block_size=2,
-        max_num_batched_tokens=200,
-    )
-    cluster = Cluster(setup)
-    cluster.executor.poison = [60]
+    cluster = one_decode_instance(backends=1, num_blocks=64, decode_blocks=65, max_num_batched_tokens=200)
     decoding = cluster.add([1, 2, 3, 4], max_tokens=30)
     while len(decoding.output) < 4:
         cluster.step()

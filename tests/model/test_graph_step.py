@@ -303,7 +303,7 @@ class EagerSteps:
 
 
 class RecordableLauncher(InOrderLauncher):
-    """Ranks whose sums a tape records, as CUDA graphs record those of NCCL."""
+    """Ranks whose sums a tape records, as CUDA graphs record sums of NCCL."""
 
     def transports(self, rank: int, num_ranks: int) -> Transports:
         transports = super().transports(rank, num_ranks)
@@ -339,7 +339,7 @@ def engine(
         mock.patch.object(rank, "recording_of", side_effect=recording_of),
         llm_class(str(folder), skip_tokenizer_init=True, **{**defaults, **given}) as llm,
     ):
-        llm.service.executor.prepare(3, 128)  # as engines on CUDA devices
+        llm.service.executor.prepare(3, 128, 64)  # as engines on CUDA devices
         yield llm, tapes
 
 
@@ -374,7 +374,7 @@ PARALLEL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_no_decode_step_of_an_engine_is_eager(tiny: Path, oracle: Oracle, parallel: str) -> None:
-    """Every rank replays, and the tokens are those of transformers."""
+    """Every rank replays, and the tokens equal the tokens of transformers."""
     outputs, tapes = decode(tiny, **PARALLEL[parallel])
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert_exact(output, oracle.complete(prompt, NUM_TOKENS))
@@ -419,7 +419,7 @@ def test_an_eager_engine_records_nothing(tiny: Path) -> None:
 
 
 def test_replays_count_the_bytes_of_sums(tiny: Path) -> None:
-    """As steps that are computed layer by layer, besides the rows that a graph adds."""
+    """Equal to steps that are computed layer by layer, without the rows that a graph adds."""
     sent = []
     for is_eager in (False, True):
         with engine(tiny, parallel="tp2", enforce_eager=is_eager) as (llm, _):

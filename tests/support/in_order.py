@@ -6,7 +6,7 @@ fails here at once, and the error names the circle of calls that wait for each o
 found by its tag or its size.
 
 Streams of a CUDA device share hardware queues. A call at the head of a queue that waits for a peer blocks all calls
-behind it, also those of other communicators. `shared_queues` models this.
+behind it, also calls of other communicators. `shared_queues` models this.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Fabric:
         return queue[0] if queue and queue[0].communicator == call.communicator else None
 
     def _run(self, call: _Call) -> None:
-        """Run a call if it is at the head of its queue, and all calls that can run then."""
+        """Run a call if it is the first of its queue, and all calls that can run then."""
         changed = [call]
         while changed:
             queue = self._queue(changed.pop())

@@ -149,7 +149,7 @@ class HostPiece(NamedTuple):
 
 
 class HostPieces:
-    """The pieces of a step in the order of their use. Two pieces are copied ahead, also those of the next layer."""
+    """The pieces of a step in the order of their use. Two pieces are copied ahead, also pieces of the next layer."""
 
     def __init__(self, staging: Staging) -> None:
         self.staging = staging

@@ -306,7 +306,7 @@ def compare(
 ) -> None:
     """Raise ValueError unless `fused` agrees with its layer on random hidden states, one for each position.
 
-    `arguments` are those of the layer besides hidden states and `attend`.
+    The layer gets `arguments` in addition to hidden states and `attend`.
     """
     numbers = torch.Generator().manual_seed(0)
     weight = layer.input_layernorm.weight

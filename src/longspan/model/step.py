@@ -40,7 +40,7 @@ class Rows:
         tokens, positions: `[tokens]`, at least one token.
         keep: `[n]`, the indices of the tokens whose logits are computed. With n = 0 there are none.
         rope_lengths: `[tokens]`, the pinned length of each token's request, which only longrope models read.
-        sampled: tokens that replace those in `tokens`, see `SampledToken`.
+        sampled: replacements of entries of `tokens`, see `SampledToken`.
     """
 
     tokens: Tensor

@@ -39,7 +39,7 @@ def map_blocks(
     """Map the pool of a host, with all layers and heads of the model.
 
     Args:
-        cuda: the CUDA runtime, `torch.cuda.cudart()`, which page-locks the memory as long as the records are used. So
+        cuda: the CUDA runtime, `torch.cuda.cudart()`, which page-locks the memory until the records are freed. So
             devices copy blocks to and from it without the host. None for ranks on CPUs.
     """
     with memory.open("r+b") as file:

@@ -136,7 +136,7 @@ class PairLanes:
 
 
 def moving_pairs(cluster: Cluster) -> list[tuple[int, int]]:
-    """Return the pairs of ranks between which KV may move: those of different instances.
+    """Return the pairs of ranks of different instances, between which KV may move.
 
     They are in rounds of disjoint pairs, at most one round per rank.
     """

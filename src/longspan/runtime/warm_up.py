@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _SHORT = (128, 512)
 _STEP, _MAX_LENGTH = 1024, 8192
-"""cuDNN makes a plan for each multiple of 1024 tokens, see `pytorch_cuda`. A plan takes 60 to 90 ms on an H200."""
+"""Tokens between lengths, and the longest length. Calls of cuDNN have lengths in these steps, see `cudnn_plans`."""
 
 
 def prompt_part(config: EngineConfig, instance: int, request_id: int, length: int, sampling: Sampling) -> Part:

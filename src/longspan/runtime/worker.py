@@ -130,7 +130,7 @@ class Worker:
         return None if self._moves is None else self._moves.wakeup
 
     def execute(self, command: messages.WorkerCommand) -> Iterator[messages.Report]:
-        """Execute a command, and yield its reports, also those of the step before that were not read."""
+        """Execute a command, and yield its reports. Reports of the step before come first if they were not read."""
         if isinstance(command, messages.RunForward):
             yield from self.run(command.step)
             return

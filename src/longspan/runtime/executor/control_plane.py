@@ -174,7 +174,7 @@ class WorkerExecutor:
             reports = self._await(messages.Measured)
         return tuple(report.memory for report in sorted(reports, key=lambda report: report.rank))
 
-    def prepare(self, max_num_seqs: int, max_model_len: int, max_tokens: int = 8192) -> None:
+    def prepare(self, max_num_seqs: int, max_model_len: int, max_tokens: int) -> None:
         """Prepare steps of up to `max_num_seqs` requests and `max_tokens` tokens on all ranks, before any other step.
 
         A progress bar shows the recorded graphs of rank 0.
@@ -185,7 +185,7 @@ class WorkerExecutor:
         self._send(messages.Prepare(max_num_seqs, max_model_len, max_tokens), range(len(self._workers)))
         from tqdm import tqdm  # noqa: PLC0415 - only for CUDA devices
 
-        with tqdm(desc="CUDA graphs", unit="graph", dynamic_ncols=True, disable=None) as bar:
+        with tqdm(desc="CUDA graphs", unit="graph", dynamic_ncols=True, disable=None, delay=1e-3) as bar:
 
             def show(report: messages.Prepared) -> None:
                 if report.rank == 0:

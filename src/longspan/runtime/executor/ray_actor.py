@@ -27,7 +27,7 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True):
     """Start a worker on the host of the actor, with that host's own files of the model.
 
     Attributes:
-        command: its paths are those of the controller's host, except `run_dir`: a name in the host's folder for
+        command: it has paths of the controller's host, except `run_dir`: a name in the host's folder for
             temporary files.
         load_format: see `model.source.prepare`.
         seed: of dummy weights.
