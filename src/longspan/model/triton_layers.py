@@ -197,6 +197,30 @@ def norm_kernel(
 
 
 @triton.jit
+def partners(
+    column: tl.tensor, rotary_dim: tl.constexpr, pairs_adjacent: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return for each element its partner in the rotation, the index of their angle, and if it is the first of both."""
+    if pairs_adjacent:
+        is_first = column % 2 == 0
+        partner, angle = tl.where(is_first, column + 1, column - 1), column // 2
+    else:
+        is_first = column < rotary_dim // 2
+        partner, angle = tl.where(is_first, column + rotary_dim // 2, column - rotary_dim // 2), column
+    return tl.where(column < rotary_dim, partner, column), angle, is_first
+
+
+@triton.jit
+def head_weight(
+    q_weight: tl.tensor, k_weight: tl.tensor, is_query: tl.tensor, column: tl.tensor, dim: tl.constexpr
+) -> tl.tensor:
+    """Load the weights of the norm of query heads or of key heads."""
+    of_query = tl.load(q_weight + column, mask=column < dim, other=0.0)
+    of_key = tl.load(k_weight + column, mask=column < dim, other=0.0)
+    return tl.where(is_query, of_query, of_key).to(tl.float32)
+
+
+@triton.jit
 def rotate_kernel(
     qkv: tl.tensor,
     rotated: tl.tensor,
@@ -236,42 +260,18 @@ def rotate_kernel(
     row_at = token * (num_rotated + num_kv_heads) * dim + head * dim
     x = tl.load(qkv + row_at[:, None] + column[None, :], mask=whole, other=0.0)
     if head < num_rotated:
-        if rotary_dim:
-            if pairs_adjacent:
-                is_first = column % 2 == 0
-                partner, angle = tl.where(is_first, column + 1, column - 1), column // 2
-            else:
-                is_first = column < rotary_dim // 2
-                partner = tl.where(is_first, column + rotary_dim // 2, column - rotary_dim // 2)
-                angle = column
-            is_rotated = column < rotary_dim
-            partner = tl.where(is_rotated, partner, column)
-            y = tl.load(qkv + row_at[:, None] + partner[None, :], mask=whole, other=0.0).to(tl.float32)
-        result = x.to(tl.float32)
         is_query = head < num_heads
+        partner, angle, is_first = partners(column, rotary_dim, pairs_adjacent)
+        result = x.to(tl.float32)
+        y = tl.load(qkv + row_at[:, None] + partner[None, :], mask=whole, other=0.0).to(tl.float32)
         if q_weight is not None:  # both have norms, or neither
-            weight = tl.where(
-                is_query,
-                tl.load(q_weight + column, mask=column < dim, other=0.0),
-                tl.load(k_weight + column, mask=column < dim, other=0.0),
-            ).to(tl.float32)
-            if adds_one:
-                weight += 1.0
-            epsilon = tl.where(is_query, q_epsilon, k_epsilon)
-            scale = tl.rsqrt(tl.sum(result * result, 1) / dim + epsilon)
-            result = result * scale[:, None] * weight[None, :]
-            if rotary_dim:
-                of_partner = tl.where(
-                    is_query,
-                    tl.load(q_weight + partner, mask=column < dim, other=0.0),
-                    tl.load(k_weight + partner, mask=column < dim, other=0.0),
-                ).to(tl.float32)
-                if adds_one:
-                    of_partner += 1.0
-                y = y * scale[:, None] * of_partner[None, :]
+            epsilon, one = tl.where(is_query, q_epsilon, k_epsilon), 1.0 if adds_one else 0.0
+            scale = tl.rsqrt(tl.sum(result * result, 1) / dim + epsilon)[:, None]
+            result *= scale * (head_weight(q_weight, k_weight, is_query, column, dim) + one)[None, :]
+            y *= scale * (head_weight(q_weight, k_weight, is_query, partner, dim) + one)[None, :]
         if rotary_dim:
             at = token[:, None] * rotary_dim + angle[None, :]
-            turned = whole & is_rotated[None, :]
+            turned = whole & (column < rotary_dim)[None, :]
             cosines = tl.load(cos + at, mask=turned, other=1.0).to(tl.float32)
             sines = tl.load(sin + at, mask=turned, other=0.0).to(tl.float32)
             result = result * cosines + tl.where(is_first[None, :], -y, y) * sines
