@@ -30,6 +30,8 @@ from typing import Any
 from gpu_plan import GRACE_S, TOTAL_S, Check, aims, chosen, plan
 
 ROOT = Path(__file__).resolve().parents[1]
+TEST_FOLDERS = ("attn", "model", "support")
+"""The folders of `tests` that the modules of `tests/gpu` import from."""
 TAIL_LINES = 15
 """Lines of a failed check on standard output."""
 MAX_PRINTED = 9000
@@ -113,7 +115,7 @@ class Run:
         self._results.mkdir()
         checks = plan(mode, str(self._results), str(packages), wheels)
         self._checks = checks if only is None else chosen(checks, only)
-        path = [str(ROOT / "src"), str(packages), *(str(ROOT / "tests" / name) for name in ("attn", "support"))]
+        path = [str(ROOT / "src"), str(packages), *(str(ROOT / "tests" / name) for name in TEST_FOLDERS)]
         path.append(os.environ.get("PYTHONPATH", ""))
         self._environment = {
             **os.environ,
