@@ -19,6 +19,8 @@ from tiny_models import make_tiny
 
 pytestmark = pytest.mark.attack
 
+_MANY_TOKENS = 400
+"""Tokens of a request that still runs when the metrics show it, which are reported twice a second."""
 _TIE = 1e-3
 """Where the two best log-probabilities are closer than this, either token is right."""
 
@@ -230,10 +232,10 @@ def _check_recovery(client: Client, futures: Sequence[Future[Reply]], within_s: 
 def test_requests_go_on_after_workers_were_killed(pair: ServerProcess, what: str) -> None:
     client = pair.client
     prompts = [*prompts_of(40, 3), *prompts_of(1500, 1)]  # the last one is sharded
-    solo = solo_answers(client, prompts, 80)
+    solo = solo_answers(client, prompts, _MANY_TOKENS)
     old = [process for process in pair.family if process.pid != pair.one("engine").pid]
     num_restarts = client.metrics()["worker_restarts_total"]
-    asks = [asking(client, prompts[i % 4], 80, stream=i >= 4) for i in range(8)]
+    asks = [asking(client, prompts[i % 4], _MANY_TOKENS, stream=i >= 4) for i in range(8)]
     threads, futures = at_once(asks)
     with threads:
         client.wait_until_running(4)
@@ -255,8 +257,8 @@ def test_a_fleet_goes_on_without_a_lost_worker(servers: Servers, tiny: Path) -> 
         str(tiny), "--skip-tokenizer-init", "--parallel", "3", "--threads-per-rank", "1", "--max-worker-restarts", "0"
     )
     client, prompts = server.client, [*prompts_of(40, 3), *prompts_of(1500, 1)]
-    solo = solo_answers(client, prompts, 80)
-    threads, futures = at_once([asking(client, prompts[i % 4], 80, stream=i >= 4) for i in range(12)])
+    solo = solo_answers(client, prompts, _MANY_TOKENS)
+    threads, futures = at_once([asking(client, prompts[i % 4], _MANY_TOKENS, stream=i >= 4) for i in range(12)])
     with threads:
         client.wait_until_running(6)
         server.kill("worker")
@@ -267,7 +269,7 @@ def test_a_fleet_goes_on_without_a_lost_worker(servers: Servers, tiny: Path) -> 
     assert metrics["worker_restarts_total"] == 0
     check_metrics(metrics)
     assert len(server.one("forkserver").children()) == 2
-    check_same(client.complete(prompt=prompts[3], max_tokens=80), solo[3])
+    check_same(client.complete(prompt=prompts[3], max_tokens=_MANY_TOKENS), solo[3])
 
 
 def test_a_request_that_runs_in_two_losses_fails(pair: ServerProcess) -> None:
