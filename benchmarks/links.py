@@ -8,7 +8,7 @@ root on Linux, with `ip` and `tc`. Otherwise the script prints the reason and ex
 A prompt is computed in one step by each exchange, and on one instance. So are the last 2 % of a prompt whose other
 tokens are cached on both instances, by `ring_q` and by `ring_kv`. Links without a limit and with each rate alternate.
 The added time is the TTFT over a limited link minus the TTFT over the link without a limit. The cost model of `longspan
-estimate` predicts both (`cost/forward.py`). `ring_kv` over the link without a limit gives the speeds of attention and
+estimate` predicts both (`cost/forward.py`). Each case over the link without a limit gives its speeds of attention and
 of all other work. A plain TCP stream gives the speed of each link.
 
 The times of the first round are a profile of each link, by which policy `context` chooses among these exchanges.
@@ -28,6 +28,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import sub
 from pathlib import Path
 
 from rich.console import Console
@@ -36,7 +37,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from host_ranks import llm_on
-from hosts import Host, network_hosts, why_not
+from hosts import Host, burst_bytes, network_hosts, why_not
 
 from longspan import LLM, RequestOutput, SamplingParams
 from longspan.core.exchange import exchange_named
@@ -99,12 +100,9 @@ class Case:
         return f"{self.exchange or 'one instance'}{', 2 % new' if self.partial else ''}"
 
 
-_SPEEDS = Case("ring_kv")
-"""The case that gives the speeds of this machine."""
 CASES = (
     Case(),
-    _SPEEDS,
-    *map(Case, ("chain", "gather_kv", "alltoall")),
+    *map(Case, ("ring_kv", "chain", "gather_kv", "alltoall")),
     *(Case(x, True) for x in ("ring_q", "ring_kv")),
 )
 KINDS = (False, True)
@@ -128,7 +126,7 @@ def _compare(hosts: Sequence[Host], options: argparse.Namespace) -> int:
     speeds = {rate: _bytes_per_s(hosts, rate) for rate in rates}
     profiled: Samples = {}
     samples: Samples = defaultdict(list)
-    attention_s: list[float] = []
+    attention_s: dict[Case, list[float]] = defaultdict(list)
     with llm_on(hosts)(
         MODEL,
         dtype="bfloat16",
@@ -141,23 +139,28 @@ def _compare(hosts: Sequence[Host], options: argparse.Namespace) -> int:
     ) as llm:
         runner = Runner(llm, hosts, options.prompt)
         for case in CASES:  # first times are slower
-            runner.ttft_s(case, None)
+            runner.times(case, None)
         for number in track(range(options.rounds), "measuring", console=Console(stderr=True)):
             for case in CASES:
                 first = number % len(rates)  # each round begins with another rate
                 for rate in [*rates[first:], *rates[:first]] if case.exchange else rates[:1]:
-                    before = runner.attention_s()
-                    seconds = runner.ttft_s(case, rate)
-                    if case == _SPEEDS and rate is None:
-                        attention_s.append(runner.attention_s() - before)
+                    seconds, attended_s = runner.times(case, rate)
+                    if rate is None:
+                        attention_s[case].append(attended_s)
                     if number == 0:
-                        profiled[case, rate] = [seconds, runner.ttft_s(case, rate, _SHORT)]
+                        profiled[case, rate] = [seconds, runner.times(case, rate, _SHORT)[0]]
                     samples[case, rate].append(seconds)
         chosen = {
             (rate, partial): runner.chosen(profiled, rate, partial=partial) for rate in rates for partial in KINDS
         }
-    prediction = Prediction.of(options.prompt, samples[_SPEEDS, None], attention_s, speeds)
-    is_good = _report_added(samples, prediction, options, load)
+    predictions = {
+        case: Prediction.of(options.prompt, case, samples[case, None], attention_s[case], speeds)
+        for case in CASES
+        if case.exchange
+    }
+    streams = ", ".join(f"{speed * 8 / 1e9:.3g} Gb/s at {rate or 'no limit'}" for rate, speed in speeds.items())
+    print(f"load {load:.1f} before and {os.getloadavg()[0]:.1f} after, TCP streams: {streams}")
+    is_good = _report_added(samples, predictions, options)
     is_good &= _report_chosen(samples, chosen)
     if options.json:
         rows = [{"case": case.name, "gigabits": rate, "ttft_s": times} for (case, rate), times in samples.items()]
@@ -165,16 +168,10 @@ def _compare(hosts: Sequence[Host], options: argparse.Namespace) -> int:
     return int(options.require and not is_good)
 
 
-def _report_added(samples: Samples, prediction: Prediction, options: argparse.Namespace, load: float) -> bool:
+def _report_added(samples: Samples, predictions: dict[Case, Prediction], options: argparse.Namespace) -> bool:
     """Print the added times. Return True if each prediction is near."""
-    speeds = ", ".join(
-        f"{speed * 8 / 1e9:.3g} Gb/s at {rate or 'no limit'}" for rate, speed in prediction.speeds.items()
-    )
-    print(
-        f"{options.prompt} tokens, {options.rounds} rounds, load {load:.1f} before and {os.getloadavg()[0]:.1f} after"
-    )
-    print(f"TCP streams: {speeds}")
-    table = Table(title="seconds that a limited link adds to the first token", title_justify="left")
+    title = f"seconds that a limited link adds to the first token, {options.prompt} tokens, {options.rounds} rounds"
+    table = Table(title=title, title_justify="left")
     for column in ("", "Gb/s", "TTFT", "added", "spread", "predicted", "error", ""):
         table.add_column(column, justify="left" if not column else "right")
     is_good = True
@@ -184,7 +181,7 @@ def _report_added(samples: Samples, prediction: Prediction, options: argparse.Na
         for rate in options.gigabits if case.exchange else ():
             limited = samples[case, rate]
             ttft_s, spread_s = statistics.median(limited), _spread(limited) + _spread(unlimited)
-            added_s, predicted_s = ttft_s - statistics.median(unlimited), prediction.added_s(case, rate)
+            added_s, predicted_s = ttft_s - statistics.median(unlimited), predictions[case].added_s(rate)
             off_s = predicted_s - added_s
             verdict = _verdict(abs(off_s), _MAX_ERROR * abs(added_s), spread_s)
             is_good &= verdict != "FAIL"
@@ -233,13 +230,14 @@ def _spread(times: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The cost model with the speeds of this machine.
+    """The cost model with the speeds of this machine in one case.
 
     Attributes:
         speeds: payload bytes per second of each link.
     """
 
     num_tokens: int
+    case: Case
     model: Architecture
     device: Device
     efficiency: Efficiency
@@ -248,15 +246,21 @@ class Prediction:
 
     @classmethod
     def of(
-        cls, num_tokens: int, ttft_s: Sequence[float], attention_s: Sequence[float], speeds: dict[Rate, float]
+        cls,
+        num_tokens: int,
+        case: Case,
+        ttft_s: Sequence[float],
+        attention_s: Sequence[float],
+        speeds: dict[Rate, float],
     ) -> Prediction:
-        """Fit the speeds of attention and of all other work to `_SPEEDS` over a link without a limit.
+        """Fit the speeds of attention and of all other work to a case over a link without a limit.
 
         All other operators, and overheads of GPUs, take no time.
         """
         zero = replace(catalog.efficiency().attention["flash"], attention=1.0, merge_bytes=0, hop_us=0, layer_us=0)
         prediction = cls(
             num_tokens=num_tokens,
+            case=case,
             model=from_config(catalog.model_config(MODEL), name=MODEL, bytes_per_element=2),
             device=replace(catalog.device("cpu-epyc-9654"), units=1, bytes_per_s=_ENDLESS),
             efficiency=Efficiency(
@@ -268,30 +272,29 @@ class Prediction:
             attention=zero,
             speeds=speeds,
         )
-        modelled = prediction._breakdown(_SPEEDS, None)
         attended_s = statistics.median(attention_s)
-        rest_s = statistics.median(ttft_s) - attended_s
+        attention = replace(zero, attention=prediction.breakdown(None).attention_s / attended_s)
+        prediction = replace(prediction, attention=attention)
+        modelled = prediction.breakdown(None)
+        rest_s = statistics.median(ttft_s) - attended_s - modelled.exchange_s
         linear = replace(prediction.efficiency.linear, compute=(modelled.linear_s + modelled.head_s) / rest_s)
-        return replace(
-            prediction,
-            efficiency=replace(prediction.efficiency, linear=linear),
-            attention=replace(zero, attention=modelled.attention_s / attended_s),
-        )
+        return replace(prediction, efficiency=replace(prediction.efficiency, linear=linear))
 
-    def added_s(self, case: Case, rate: Rate) -> float:
-        return self._breakdown(case, rate).total_s - self._breakdown(case, None).total_s
+    def added_s(self, rate: Rate) -> float:
+        return self.breakdown(rate).total_s - self.breakdown(None).total_s
 
-    def _breakdown(self, case: Case, rate: Rate) -> Breakdown:
-        """Return the slowest member's seconds."""
-        speed = self.speeds[rate]
+    def breakdown(self, rate: Rate) -> Breakdown:
+        """Return the slowest member's seconds. A limited link sends the first bytes of each message at once."""
+        case, speed = self.case, self.speeds[rate]
+        latency_s = _LATENCY_S - (0 if rate is None else burst_bytes(rate) / speed)
         link = Link(
             where="between",
             nominal_bytes_per_s=speed,
             bytes_per_s=speed,
             ring_bytes_per_s=speed,
             shared=True,
-            latency_s=_LATENCY_S,
-            collective_s=_LATENCY_S,
+            latency_s=latency_s,
+            collective_s=latency_s,
         )
         topology = Topology(tp=1, gpus_per_host=1, inside=link, between=link, hosts=(0, 1))
         layer = Layer(model=self.model, device=self.device, efficiency=self.efficiency, attention=self.attention, tp=1)
@@ -328,20 +331,21 @@ class Runner:
     def __init__(self, llm: LLM, hosts: Sequence[Host], num_tokens: int) -> None:
         self._llm, self._hosts, self._num_tokens, self._random = llm, hosts, num_tokens, random.Random(0)
 
-    def ttft_s(self, case: Case, rate: Rate, num_tokens: int | None = None) -> float:
-        """Time a prompt."""
+    def times(self, case: Case, rate: Rate, num_tokens: int | None = None) -> tuple[float, float]:
+        """Return the TTFT of a prompt, and the seconds of attention of the busiest rank."""
         prompt = self._prompt(case.partial, num_tokens or self._num_tokens)
         _limit(self._hosts, rate)
         exchange = {"exchange": case.exchange, "threshold": "0"} if case.exchange else {"threshold": "1000000"}
         self._llm.set_policy("context", exchange)
+        before_s = self._attention_s()
         output = self._generate(prompt)
         assert output.metrics.num_cached_tokens == (_cached(len(prompt)) if case.partial else 0)
         assert output.metrics.ttft_s is not None, "it has a token"
-        return output.metrics.ttft_s
+        return output.metrics.ttft_s, max(map(sub, self._attention_s(), before_s))
 
-    def attention_s(self) -> float:
-        """Return the seconds of attention of the busiest rank so far."""
-        return max(times.get("attention", 0.0) for times in self._llm.worker_times())
+    def _attention_s(self) -> list[float]:
+        """Return the seconds of attention of each rank so far."""
+        return [times.get("attention", 0.0) for times in self._llm.worker_times()]
 
     def chosen(self, profiled: Samples, rate: Rate, *, partial: bool) -> str:
         """Return the exchange that `context` chooses for a prompt by the profile of a link."""

@@ -33,9 +33,14 @@ import psutil
 INTERFACE = "eth0"
 """The network interface of every host."""
 _BRIDGE = "bridge"
-_BURST_S, _MIN_BURST = 1e-3, 16_384
+_BURST_S, _MIN_BURST = 2.5e-4, 16_384
 """Seconds of a shaped link's rate that it sends at once after a pause, and the least such bytes. `tbf` cannot reach
 rates of 1 Gb/s with less, since it then waits more often than a timer can wake it."""
+_MAX_PACKET = 15_000
+"""Bytes of the largest packet that TCP gives to an interface. `tbf` splits packets larger than a burst into frames of
+1,500 bytes. Each frame takes the cores of the ranks about 20 us, which no network card would take."""
+_CONGESTION = "reno"
+"""Congestion control of TCP. `bbr`, the default of some machines, stalls slow connections that send both ways."""
 _QUEUE_S = 1.0
 """Longest wait in the queue of a shaped link. Later packets are dropped."""
 _NEW_NETWORK = 0x40000000
@@ -125,7 +130,7 @@ class Host:
             if gigabits is None:
                 _output(*queue, "del", "dev", interface, "root")
             else:
-                burst = max(_MIN_BURST, round(gigabits * 1e9 / 8 * _BURST_S))
+                burst = burst_bytes(gigabits)
                 rate = ["rate", f"{gigabits * 1e9:.0f}bit", "burst", f"{burst}b", "latency", f"{_QUEUE_S:g}s"]
                 _call(*queue, "replace", "dev", interface, "root", "tbf", *rate)
 
@@ -136,6 +141,11 @@ class Host:
     def mend(self) -> None:
         """Connect this host again."""
         _call("ip", "-n", self._switch, "link", "set", self._port, "up")
+
+
+def burst_bytes(gigabits: float) -> int:
+    """Return the bytes that a link of this rate in Gb/s sends at once after a pause."""
+    return max(_MIN_BURST, round(gigabits * 1e9 / 8 * _BURST_S))
 
 
 @contextmanager
@@ -166,9 +176,11 @@ def network_hosts(number: int, *, gigabits: float | None = None) -> Iterator[Seq
             ends = f"link add {INTERFACE} netns {namespace} type veth peer name {port} netns {switch}"
             _call("ip", *ends.split())
             _call("ip", "-n", switch, "link", "set", port, "master", _BRIDGE, "up")
+            _call("ip", "-n", namespace, "link", "set", INTERFACE, "gso_max_size", str(_MAX_PACKET))
             _call("ip", "-n", namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
             _call("ip", "-n", namespace, "link", "set", INTERFACE, "up")
             _call("ip", "-n", namespace, "link", "set", "lo", "up")
+            _call(*host.command("sysctl", "-w", f"net.ipv4.tcp_congestion_control={_CONGESTION}"))
             if gigabits is not None:
                 host.limit(gigabits)
         yield hosts
