@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -69,9 +70,11 @@ class EngineModel:
         dtype = given.required_dtype
         backend, device = given.attention_backend, given.device
         kernels, reason = (None, "") if dtype == "auto" else kernels_of(backend, device, dtype)
-        if given.quantization is not None and kernels is None:
+        has_triton = (device, dtype) == ("cuda", "bfloat16") and find_spec("triton") is not None
+        if given.quantization is not None and kernels is None and not has_triton:
             need = (
-                "needs longspan's own kernels: choose `dtype` bfloat16 on a CPU with them, and `attention_backend` auto"
+                "needs longspan's own kernels: choose `dtype` bfloat16, and a CUDA device with Triton, or a CPU with "
+                "them and `attention_backend` auto"
             )
             raise ParameterError("quantization", f"{given.quantization} {need}", given.quantization)
         files = prepare(
