@@ -27,6 +27,8 @@ from longspan.model.step import Rows
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 CPU = torch.device("cpu")
 BITS: dict[int, Quantization] = {8: "int8", 4: "int4"}
+MAX_ERROR = 0.04
+"""Of logits. Those of plain models in bfloat16 differ from float32 by 0.02."""
 
 
 # ---------------------------------------------------------------- kernels
@@ -117,7 +119,7 @@ def compare_models(folder: Path, quantization: Quantization, device: str, split:
             model.trunk.run(rows(num_tokens), attend, reduce=reduce if "tp" in split else None).result.float().cpu()
             for model in (own, plain)
         ]
-        assert (results[0] - results[1]).norm() <= 0.02 * results[1].norm()
+        assert (results[0] - results[1]).norm() <= MAX_ERROR * results[1].norm()
     quantised = [isinstance(part, LevelsLinear) for part in matrices(own)]
     if "tp" in split:
         assert any(quantised) and not all(quantised), "a share of 40 inputs cuts a group"
@@ -189,7 +191,7 @@ def weights_of_attention(folder: Path) -> None:
         hidden = torch.randn(5, found["q_proj.weight"].shape[1]).bfloat16()
         other = torch.randn_like(wanted["q_proj.weight"])
         result = torch.func.functional_call(attention.q_proj, {"weight": other}, (hidden,))
-        assert torch.equal(result, hidden @ other.T)
+        assert torch.equal(result, nn.functional.linear(hidden, other, attention.q_proj.bias))
         assert attention.q_proj.weight is None
 
 

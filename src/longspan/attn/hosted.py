@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longspan.attn.backends import Partial, merge_each
 from longspan.attn.member import MemberPart, MemberParts, QueryBatch, attend_runs, num_before
-from longspan.attn.paged import KeysAndValues, PagedKv, copied
+from longspan.attn.paged import KeysAndValues, PagedKv, on_device
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run
 
@@ -278,7 +278,7 @@ class HostSource:
                 several.append((index, slice(start, start + count)))
             start += count
         is_slice = bool(rows) and rows[-1] - rows[0] + 1 == len(rows)
-        span = slice(rows[0], rows[-1] + 1) if is_slice else copied(rows, torch.int64, batch.q.device)
+        span = slice(rows[0], rows[-1] + 1) if is_slice else on_device([torch.tensor(rows)], batch.q.device)[0]
         return _Rows(tuple(single), span, tuple(several))
 
     def _several(self, window: int | None) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -167,15 +167,6 @@ def on_device(arrays: Sequence[Tensor], device: torch.device) -> Sequence[Tensor
     buffer = NumberBuffer([len(array) for array in arrays], device)
     buffer.fill([array.numpy() for array in arrays])
     return buffer.arrays
-
-
-def copied(numbers: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy numbers of the host to a device. `torch.tensor(..., device)` would wait for all work of a CUDA device."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-copied_once = lru_cache(maxsize=256)(copied)
-"""As `copied`, once for all layers of a step. The numbers are a tuple."""
 
 
 def _items(reads: Sequence[Reads], size: int) -> PagedItems:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.comm import Group, Message, Transport
-from longspan.attn.paged import copied
+from longspan.attn.paged_splits import copied
 from longspan.core.cluster import Cluster
 from longspan.core.splits import split_heads
 from longspan.core.steps import Link, MoveKV

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attn.paged import copied
+from longspan.attn.paged_splits import copied
 from longspan.core.steps import Sampling
 from longspan.runtime.sampling import Draw
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.attn.paged import copied
+from longspan.attn.paged_splits import copied
 from longspan.core.steps import Sampling
 from longspan.runtime.sampling import Draw, tiles
 

@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 from longspan.attn.backends import CudaKernel, Partial, cudnn_plans
 from longspan.attn.backends.cudnn_plans import Plan
 from longspan.attn.backends.pytorch import AttentionBackend, eager
-from longspan.attn.paged import PagedKv, copied_once
+from longspan.attn.paged import PagedKv
+from longspan.attn.paged_splits import copied_once
 from longspan.attn.spec import AttnSpec
 
 _log = logging.getLogger("longspan")
@@ -260,9 +261,9 @@ def _call(
     match kernel:
         case "cudnn":
             options = (None, True, 0.0, causal, False)
-            out, lse, *_ = operators._scaled_dot_product_cudnn_attention(  # noqa: SLF001 - public ones hide the lse
-                *(_packed(x) for x in (q, k, v)), *options, scale=spec.scale
-            )
+            # Plans depend on the strides of dimensions of size 1, too, so all get the strides of a new tensor.
+            packed = (x.contiguous().view(-1).view(x.shape) for x in (q, k, v))
+            out, lse, *_ = operators._scaled_dot_product_cudnn_attention(*packed, *options, scale=spec.scale)  # noqa: SLF001 - public ones hide the lse
             return out, lse.reshape(q.shape[:3])
         case "flash":
             out, lse, *_ = operators._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=spec.scale)  # noqa: SLF001
@@ -273,11 +274,6 @@ def _call(
             return out, lse[:, :, : q.shape[2]]  # padded to a multiple of 32
         case "eager":
             return eager(q, k, v, spec, causal=causal, mask=mask)
-
-
-def _packed(x: Tensor) -> Tensor:
-    """Return a contiguous tensor. Dimensions of size 1 get the strides of a new tensor, since plans depend on them."""
-    return x.contiguous().view(-1).view(x.shape)
 
 
 def _for_each_reader(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.attn.backends import Partial, nothing_seen
-from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan, copied_once
+from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan
+from longspan.attn.paged_splits import copied_once
 from longspan.attn.spec import AttnSpec
 
 MAX_DIM = 256
