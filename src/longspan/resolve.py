@@ -70,11 +70,10 @@ class EngineModel:
         dtype = given.required_dtype
         backend, device = given.attention_backend, given.device
         kernels, reason = (None, "") if dtype == "auto" else kernels_of(backend, device, dtype)
-        has_triton = (device, dtype) == ("cuda", "bfloat16") and find_spec("triton") is not None
-        if given.quantization is not None and kernels is None and not has_triton:
+        is_known = kernels is not None or ((device, dtype) == ("cuda", "bfloat16") and find_spec("triton") is not None)
+        if given.quantization is not None and not is_known:
             need = (
-                "needs longspan's own kernels: choose `dtype` bfloat16, and a CUDA device with Triton, or a CPU with "
-                "them and `attention_backend` auto"
+                "needs longspan's own kernels: choose `dtype` bfloat16, `attention_backend` auto, and a CPU with them"
             )
             raise ParameterError("quantization", f"{given.quantization} {need}", given.quantization)
         files = prepare(
