@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -66,13 +67,11 @@ class EngineModel:
     @classmethod
     def of(cls, given: EngineArgs) -> EngineModel:
         """Find or fetch the model. Raise ValueError if it is unknown or cannot be served."""
-        dtype = given.required_dtype
-        backend, device = given.attention_backend, given.device
+        dtype, backend, device = given.required_dtype, given.attention_backend, given.device
         kernels, reason = (None, "") if dtype == "auto" else kernels_of(backend, device, dtype)
-        if given.quantization is not None and kernels is None:
-            need = (
-                "needs longspan's own kernels: choose `dtype` bfloat16 on a CPU with them, and `attention_backend` auto"
-            )
+        is_known = kernels is not None or ((device, dtype) == ("cuda", "bfloat16") and find_spec("triton") is not None)
+        if given.quantization is not None and not is_known:
+            need = "needs longspan's own kernels: choose `dtype` bfloat16, and a CPU with them or a GPU with Triton"
             raise ParameterError("quantization", f"{given.quantization} {need}", given.quantization)
         files = prepare(
             given.model,

@@ -131,7 +131,7 @@ class Service:
             raise ValueError(f"{problem}: {memory_remedy(self.setup.given)}; {error.reason}") from error
 
     def _prepare(self, executor: WorkerExecutor, config: EngineConfig) -> None:
-        """Prepare new workers: CUDA devices compute prompts of many lengths, make cuDNN's plans and record graphs."""
+        """Prepare new workers: CUDA devices compute two prompts, make cuDNN's plans and record graphs."""
         if self.setup.given.device != "cpu":
             from longspan.runtime.warm_up import warm_up  # noqa: PLC0415 - only on CUDA devices
 

@@ -310,3 +310,47 @@ def test_a_backend_may_keep_to_one_kernel_but_under_a_mask(
     with Called() as called:
         backend._kernel(q, k, v, spec, causal=False, mask=torch.empty(1, 1, 70, 70, device="meta"))
     assert called.names and not any("scaled_dot_product" in name for name in called.names)
+
+
+# ---------------------------------------------------------------- plans of cuDNN
+
+
+class Plans(TorchDispatchMode):
+    """Collects the sizes and strides of cuDNN's calls, on which its plans depend.
+
+    Attributes:
+        most_bytes: of a new tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.most_bytes = set[tuple[object, ...]](), 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_dot_product_cudnn_attention.default:
+            self.made.add((args[6:7] == (True,), *((tensor.shape, tensor.stride()) for tensor in args[:3])))
+        found = func(*args, **(kwargs or {}))
+        if "new_" in func.__name__ or "zeros" in func.__name__:
+            self.most_bytes = max(self.most_bytes, found.nbytes)
+        return found
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (1, 1), (4, 4)], ids=str)
+def test_later_calls_find_the_prepared_plans(monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]) -> None:
+    """Chunks behind prefixes of all kinds, whose keys are pieces of longer tensors. Plans need no memory for keys."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    spec = AttnSpec(num_heads=heads[0], num_kv_heads=heads[1], head_dim=128, scale=0.1, window=None, softcap=None)
+    pool = torch.empty(5000, heads[1], 16, 128, dtype=torch.bfloat16, device="meta")
+    with Plans() as prepared:
+        TorchCuda().prepare(PagedKv(keys=pool, values=pool), {spec}, 8192, 10**6)
+    assert prepared.most_bytes <= 9216 * max(32, heads[0]) * 128 * 2, "the queries of a step"
+    generator, used = torch.Generator().manual_seed(0), Plans()
+    for _ in range(40):
+        length, start = (int(torch.randint(1, end, (), generator=generator)) for end in (8193, 60_000))
+        q, k, v = (
+            torch.empty(size, number, 128, dtype=torch.bfloat16, device="meta").transpose(0, 1)
+            for number, size in ((heads[0], length), (heads[1], start + length), (heads[1], start + length))
+        )
+        with used:
+            TorchCuda().attend(q, k, v, relate(Run(start, start + length), Run(0, start + length), None), spec)
+    assert used.made and used.made <= prepared.made

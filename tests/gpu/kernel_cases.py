@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from test_cuda_layers import compare_add_norm, compare_gated, compare_rotate
 from test_triton import compare_gather, compare_paged, compare_store, reads_of
+from test_triton_levels import compare_levels
 
 from longspan.attn.backends import backend_of
 from longspan.attn.backends.pytorch import AttentionBackend
@@ -83,6 +84,16 @@ def layer_cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
+def level_cases() -> dict[str, Callable[[], None]]:
+    """Names the products with quantised weights: of decodes, some in the 8B shape, and of a prompt."""
+    shapes = (1, 6144, 128), (3, 40, 9), (24, 4096, 448), (64, 512, 128), (100, 512, 128)
+    return {
+        f"levels-{shape}-{bits}": partial(compare_levels, shape, bits, shape[1] == 40, 0, device="cuda")
+        for bits in (4, 8)
+        for shape in shapes
+    }
+
+
 def triton_cases() -> dict[str, Callable[[], None]]:
     """Names the comparisons that run Triton's kernels."""
     windows = {
@@ -91,4 +102,4 @@ def triton_cases() -> dict[str, Callable[[], None]]:
         for head_dim in HEAD_DIMS
         for dtype in TOLERANCE
     }
-    return block_cases() | layer_cases() | windows
+    return block_cases() | layer_cases() | level_cases() | windows

@@ -13,10 +13,12 @@ import pytest
 import torch
 from oracle import Oracle, assert_exact
 from test_graph_step import compare_steps
+from test_triton_levels import compare_models
 from tiny_models import TINY
 from torch import Tensor
 
 from longspan import LLM, SamplingParams
+from longspan.model.files import Quantization
 from longspan.model.recording import CudaRecorder, Replay
 
 pytestmark = [
@@ -76,6 +78,26 @@ def test_tokens_are_the_same_with_graphs_and_without(tiny: Path) -> None:
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_tokens_are_those_of_hugging_face(tiny: Path, oracle: Oracle, parallel: str) -> None:
     check(tiny, oracle, **PARALLEL[parallel])
+
+
+@pytest.mark.parametrize("split", [{}, {"tp": 3, "tp_index": 2}], ids=str)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_are_the_model_of_their_levels(
+    folders: dict[str, Path], quantization: Quantization, split: dict[str, Any]
+) -> None:
+    compare_models(folders["llama"], quantization, "cuda", split)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_graphs_of_quantised_weights_equal_their_layers(tiny: Path, quantization: Quantization) -> None:
+    params, found = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), []
+    for enforce_eager in (False, True):
+        options: dict[str, Any] = {"quantization": quantization, "skip_tokenizer_init": True, "block_size": 16}
+        with LLM(
+            str(tiny), device="cuda", enforce_eager=enforce_eager, kv_cache_memory_bytes=KV_BYTES, **options
+        ) as llm:
+            found.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS[:1], params)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2}], ids=str)

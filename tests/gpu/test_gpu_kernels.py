@@ -17,6 +17,7 @@ from kernel_cases import (
     block_cases,
     compare_attention,
     layer_cases,
+    level_cases,
 )
 
 from longspan.attn.backends import CudaKernel
@@ -90,6 +91,11 @@ def test_kernels_for_blocks_compute_their_definition(case: str) -> None:
 @pytest.mark.parametrize("case", layer_cases())
 def test_kernels_of_layers_compute_their_definition(case: str) -> None:
     layer_cases()[case]()
+
+
+@pytest.mark.parametrize("case", level_cases())
+def test_products_with_quantised_weights_compute_their_definition(case: str) -> None:
+    level_cases()[case]()
 
 
 @pytest.mark.parametrize("sizes", [[64] * 7, [512, 100, 512, 512, 3]], ids=str)

@@ -24,6 +24,7 @@ from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.model.adapter import Model
 from longspan.model.fused import ReplacedForward
+from longspan.model.recording import Replay
 from longspan.model.source import prepare
 from longspan.model.step import KvSlots, Rows
 
@@ -247,9 +248,9 @@ def count_launches(folder: Path, maximum: int | None) -> None:
 
     computed = list[Callable[[], Tensor]]()
 
-    def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record(compute: Callable[[], Tensor]) -> Replay:
         computed.append(compute)
-        return compute
+        return lambda _: compute()
 
     plain = Decodes(folder, record, triton_backend())
     fused = Decodes(folder, record, triton_backend(), triton=True)

@@ -34,7 +34,15 @@ from longspan.attn.paged_splits import NumberBuffer
 from longspan.attn.spec import AttnSpec
 from longspan.model import graph_step
 from longspan.model.adapter import Model
-from longspan.model.recording import CudaRecorder, HostReadError, Record, Recording, Replay, WithoutHostReads
+from longspan.model.recording import (
+    CudaRecorder,
+    HostReadError,
+    Record,
+    Recording,
+    Replay,
+    ReplayedStep,
+    WithoutHostReads,
+)
 from longspan.model.source import prepare
 from longspan.model.step import Rows, SingleTokens
 from longspan.model.trunk import LayerTrunk
@@ -324,7 +332,7 @@ class MessageLLM(ThreadLLM):
 
 @contextmanager
 def engine(
-    folder: Path, *, llm_class: type[ThreadLLM] = RecordableLLM, **given: Any
+    folder: Path, *, llm_class: type[ThreadLLM] = RecordableLLM, max_context: int = 128, **given: Any
 ) -> Iterator[tuple[ThreadLLM, list[Tape]]]:
     """Start an engine that records on the CPU. Each rank has a tape."""
     backend, tapes = Recordable(), list[Tape]()
@@ -339,7 +347,7 @@ def engine(
         mock.patch.object(rank, "recording_of", side_effect=recording_of),
         llm_class(str(folder), skip_tokenizer_init=True, **{**defaults, **given}) as llm,
     ):
-        llm.service.executor.prepare(3, 128, 64)  # as engines on CUDA devices
+        llm.service.executor.prepare(3, max_context, 64)  # as engines on CUDA devices
         yield llm, tapes
 
 
@@ -416,6 +424,19 @@ def test_the_host_reads_the_tokens_that_it_needs_before_the_next_step(tiny: Path
 def test_an_eager_engine_records_nothing(tiny: Path) -> None:
     _, tapes = decode(tiny, enforce_eager=True)
     assert [tape.num_recorded for tape in tapes] == [0]
+
+
+def test_sums_of_graphs_that_are_recorded_late_are_recorded_too(tiny: Path) -> None:
+    """Contexts of up to 16 tokens are prepared. Requests that share blocks, for example, need larger graphs."""
+    with (
+        mock.patch.object(graph_step, "_MIN_CONTEXT", 16),
+        engine(tiny, tp=3, max_context=16) as (llm, tapes),
+        EagerSteps() as eager,
+    ):
+        prepared = [tape.num_recorded for tape in tapes]
+        llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True))
+    assert all(tape.num_recorded > before for tape, before in zip(tapes, prepared, strict=True))
+    assert eager.num == 0 and not any(tape.num_actions for tape in tapes), "no sum is made by the host"
 
 
 def test_replays_count_the_bytes_of_sums(tiny: Path) -> None:
@@ -578,26 +599,24 @@ def test_cuda_graphs_share_their_memory_and_leave_the_stream(monkeypatch: pytest
     assert cuda.main.mock_calls == [mock.call.wait_stream(cuda.side)] * 2
     (first, no_pool), *others = cuda.pools
     assert no_pool is None and [pool for _, pool in others] == [first, first]
-    assert [replay() for replay in replays] == results
+    assert [replay(ReplayedStep(1)) for replay in replays] == results
     assert cuda.replayed == [graph for graph, _ in cuda.pools[:2]]
 
 
 def test_host_actions_lie_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each replay calls them, and the recording does not. Without a recording they are called at once."""
+    """Each replay calls them with its step. The recording does not, and nothing happens without a recording."""
     cuda, called, result = FakeCuda(monkeypatch), list[object](), torch.zeros(1)
     record = CudaRecorder()
-    record.between(lambda: called.append("at once"))
-    assert called == ["at once"] and not cuda.pools
+    record.between(lambda _: called.append("at once"))
 
     def compute() -> Tensor:
-        for name in ("first", "second"):
-            record.between(lambda name=name: (called.append(name), called.extend(cuda.replayed[-1:]))[0])  # type: ignore[misc]
+        for number in (10, 20):
+            record.between(lambda step, number=number: called.extend((number + step.num_tokens, *cuda.replayed[-1:])))  # type: ignore[misc]
         return result
 
-    called.clear()
     replay = record(compute)
     assert not called and len(cuda.pools) == 3
     graphs = [graph for graph, _ in cuda.pools]
     assert [pool for _, pool in cuda.pools] == [None, graphs[0], graphs[0]], "the graphs share memory"
-    assert replay() is result
-    assert called == ["first", graphs[0], "second", graphs[1]] and cuda.replayed == graphs
+    assert replay(ReplayedStep(3)) is result
+    assert called == [13, graphs[0], 23, graphs[1]] and cuda.replayed == graphs

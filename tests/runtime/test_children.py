@@ -88,6 +88,7 @@ def start_worker(tmp_path: Path) -> StartWorker:
 DEFAULTS = {
     "GOMP_SPINCOUNT": "20000",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "NCCL_GRAPH_REGISTER": "0",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
@@ -99,10 +100,11 @@ DEFAULTS = {
         ({"OMP_WAIT_POLICY": "active"}, "GOMP_SPINCOUNT"),  # a number would go before it
         ({"GOMP_SPINCOUNT": "70"}, None),
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "9"}, None),
+        ({"NCCL_GRAPH_REGISTER": "1"}, None),
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, None),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "PYTORCH_ALLOC_CONF"),  # the older name, which it would hide
     ],
-    ids=["by itself", "policy", "spins", "queues", "allocator", "allocator by its older name"],
+    ids=["by itself", "policy", "spins", "queues", "registered", "allocator", "allocator by its older name"],
 )
 def test_libraries_of_workers_have_defaults_that_the_user_can_override(
     given: dict[str, str], dropped: str | None, monkeypatch: pytest.MonkeyPatch, silent: Silent

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from without_waits import WaitError, without_waits
 
 from longspan.core.steps import Sampling
 from longspan.runtime import random_tokens, sampling
 from longspan.runtime.random_tokens import largest, uniforms, weights
-from longspan.runtime.sampling import sample
+from longspan.runtime.sampling import Draw, sample
 
 
 def sampled(logits: Tensor, asked: list[Case]) -> list[int]:
@@ -248,6 +249,38 @@ def test_top_p_is_reached_exactly() -> None:
 def test_the_ends_of_the_quantiles_are_allowed_tokens(quantile: float, token: int) -> None:
     with patch("longspan.runtime.random_tokens.uniforms", return_value=[quantile]):
         assert sampled(torch.zeros(1, 5), [case(banned=(0, 4))]) == [token]
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 20, "min_p": 0.1},
+    {"temperature": 0.0, "logit_bias": ((3, 2.0), (5, -1.0))},
+]
+
+
+def test_sampling_on_a_device_does_not_wait_for_it() -> None:
+    """Each request alone and all together. Some have banned tokens, until they have a minimum of tokens."""
+    params = [Sampling(seed=1, banned=(7, 8), **given) for given in SAMPLINGS]
+    draws = [Draw(sampling=one, position=9, banned=one.banned if row % 2 else ()) for row, one in enumerate(params)]
+    for own in [*([draw] for draw in draws), draws]:
+        with without_waits():
+            tokens = sampling.sample_on_device(torch.empty(len(own), 5000, device="meta"), own)
+        assert tokens.device.type == "meta" and tokens.shape == (len(own),)
+
+
+def test_waits_for_a_device_are_found() -> None:
+    meta, numbers = torch.device("meta"), torch.empty(3, device="meta")
+    for wait in (
+        lambda: torch.tensor([1, 2], device=meta),
+        lambda: numbers.new_tensor([1.0]),
+        lambda: torch.tensor([1, 2]).to(meta),
+        lambda: numbers[[0, 1]],
+        lambda: bool(numbers.any()),
+    ):
+        with pytest.raises((WaitError, RuntimeError)), without_waits():
+            wait()
 
 
 def test_no_rows_no_tokens() -> None:

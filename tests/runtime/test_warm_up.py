@@ -23,10 +23,11 @@ from longspan.runtime.worker import Worker
 @pytest.mark.parametrize(
     ("num_tokens", "max_len", "num_blocks", "lengths"),
     [
-        (2048, 10**6, 1000, [128, 512, 1023, 1024, 2047, 2048]),
-        (8192, 1025, 1000, [128, 512, 1023, 1024]),
-        (8192, 10**6, 40, [128, 512]),
-        (64, 10**6, 1000, []),
+        (2048, 10**6, 1000, [128, 2048]),
+        (2**17, 10**6, 10**5, [128, 8192]),
+        (8192, 1025, 1000, [128, 1024]),
+        (8192, 10**6, 40, [128, 640]),
+        (64, 10**6, 1000, [64]),
     ],
 )
 def test_prompts_fit_a_step_the_context_and_the_pool(
@@ -75,7 +76,7 @@ def test_workers_forget_prompts_of_the_warm_up(tiny: Path) -> None:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     with (
         mock.patch.object(Worker, "run", counting),
-        mock.patch.object(warm_up, "_SHORT", (16, 100)),
+        mock.patch.object(warm_up, "_LENGTHS", (16, 100)),
         ThreadLLM(str(tiny), skip_tokenizer_init=True, parallel="2xtp2", max_model_len=128) as llm,
     ):
         warm_up.warm_up(llm.service.executor, llm.service.engine.config)  # as engines on CUDA devices

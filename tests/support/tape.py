@@ -12,38 +12,38 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from longspan.attn.comm import Sums
-from longspan.model.recording import Replay
+from longspan.model.recording import Action, Replay, ReplayedStep
 
 
 class Tape:
     """Records in place of `CudaRecorder`, and counts. Kernels of Triton are recorded if they are interpreted."""
 
     def __init__(self) -> None:
-        self.num_recorded = self.num_replayed = 0
-        self._calls: list[Callable[[], object]] | None = None
+        self.num_recorded = self.num_replayed = self.num_actions = 0
+        self._calls: list[Callable[[ReplayedStep], object]] | None = None
 
     def __call__(self, compute: Callable[[], Tensor]) -> Replay:
         self.num_recorded += 1
-        calls = self._calls = []
+        calls: list[Callable[[ReplayedStep], object]] = []
+        self._calls = calls
         try:
             with _recorded_kernels(calls), _Operators(calls):
                 found = compute()
         finally:
             self._calls = None
 
-        def replay() -> Tensor:
+        def replay(step: ReplayedStep) -> Tensor:
             self.num_replayed += 1
             for call in calls:
-                call()
+                call(step)
             return found
 
         return replay
 
-    def between(self, action: Callable[[], None]) -> None:
-        """Call an action of the host between two recorded operators, see `graph_step.Between`."""
-        if self._calls is None:
-            action()
-        else:
+    def between(self, action: Action) -> None:
+        """Call an action of the host between two recorded operators, see `recording.Between`."""
+        if self._calls is not None:
+            self.num_actions += 1
             self._calls.append(action)
 
 
@@ -63,7 +63,7 @@ def _sum(tensor: Tensor, number: int, members: list[int]) -> Tensor:
 
 
 class _Operators(TorchDispatchMode):
-    def __init__(self, calls: list[Callable[[], object]]) -> None:
+    def __init__(self, calls: list[Callable[[ReplayedStep], object]]) -> None:
         super().__init__()
         self._calls = calls
 
@@ -74,10 +74,10 @@ class _Operators(TorchDispatchMode):
         inputs = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         storages = {one.untyped_storage().data_ptr() for one in inputs.values()}
         if func._schema.is_mutable:
-            self._calls.append(lambda: func(*args, **kwargs))
+            self._calls.append(lambda _: func(*args, **kwargs))
         elif not any(one.untyped_storage().data_ptr() in storages for one in outputs):  # no views
 
-            def again() -> None:
+            def again(_: ReplayedStep) -> None:
                 new = [one for one in tree_leaves(func(*args, **kwargs)) if isinstance(one, Tensor)]
                 for one, other in zip(outputs, new, strict=True):
                     one.copy_(other)
@@ -89,7 +89,7 @@ class _Operators(TorchDispatchMode):
 class _recorded_kernels:  # noqa: N801 - a context
     """Records launches of Triton's kernels, of which the mode above sees only the work of the interpreter."""
 
-    def __init__(self, calls: list[Callable[[], object]]) -> None:
+    def __init__(self, calls: list[Callable[[ReplayedStep], object]]) -> None:
         self._calls = calls
 
     def __enter__(self) -> None:
@@ -100,7 +100,7 @@ class _recorded_kernels:  # noqa: N801 - a context
         self._launch = launch = GridExecutor.__call__
 
         def recorded(kernel: Any, *args: Any, **kwargs: Any) -> None:
-            self._calls.append(lambda: launch(kernel, *args, **kwargs))
+            self._calls.append(lambda _: launch(kernel, *args, **kwargs))
             with _disable_current_modes():
                 launch(kernel, *args, **kwargs)
 

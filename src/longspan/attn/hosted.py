@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longspan.attn.backends import Partial, merge_each
 from longspan.attn.member import MemberPart, MemberParts, QueryBatch, attend_runs, num_before
-from longspan.attn.paged import KeysAndValues, PagedKv
+from longspan.attn.paged import KeysAndValues, PagedKv, on_device
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run
 
@@ -243,8 +243,8 @@ class HostSource:
             visible = self._visible(batch, spec.window)
             if queries is not None:
                 plan = self.parts.plan(visible.single, batch.q_rank, self.member, self.kv, spec.window)
-                out, lse = self.parts.backend.attend_paged(queries, self.kv, plan, spec)
-                _merge_into(partials[number], visible.rows, (out.to(batch.q.device), lse.to(batch.q.device)))
+                added = self.parts.backend.attend_paged(queries, self.kv, plan, spec)
+                _merge_into(partials[number], visible.rows, added)
             for index, rows in visible.several:
                 several[index].append((number, rows))
         for index, places in several.items():
@@ -278,7 +278,7 @@ class HostSource:
                 several.append((index, slice(start, start + count)))
             start += count
         is_slice = bool(rows) and rows[-1] - rows[0] + 1 == len(rows)
-        span = slice(rows[0], rows[-1] + 1) if is_slice else torch.tensor(rows, device=batch.q.device)
+        span = slice(rows[0], rows[-1] + 1) if is_slice else on_device([torch.tensor(rows)], batch.q.device)[0]
         return _Rows(tuple(single), span, tuple(several))
 
     def _several(self, window: int | None) -> tuple[int, ...]:
@@ -310,4 +310,5 @@ class HostSource:
 
 def _merge_into(partial: Partial, rows: slice | Tensor, added: Partial) -> None:
     out, lse = partial
-    out[:, rows], lse[:, rows] = merge_each([(out[:, rows], lse[:, rows]), added])
+    own, own_lse = (part.to(out.device, non_blocking=True) for part in added)
+    out[:, rows], lse[:, rows] = merge_each([(out[:, rows], lse[:, rows]), (own, own_lse)])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longspan.attn.backends import Partial, merge_each, nothing_seen
 from longspan.attn.comm import Message
-from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan, Reads
+from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan, Reads, on_device
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Relation, Run, SpanShards, clip, num_tokens, relate
 
@@ -119,7 +119,7 @@ class MemberParts(Sequence[MemberPart]):
         slices = [self[index].rows for index in indices] or [slice(0, 0)]
         if all(rows.stop == following.start for rows, following in itertools.pairwise(slices)):
             return slice(slices[0].start, slices[-1].stop)
-        return torch.tensor([row for rows in slices for row in range(rows.start, rows.stop)], device=device)
+        return on_device([torch.tensor([row for rows in slices for row in range(rows.start, rows.stop)])], device)[0]
 
     def plan(self, indices: tuple[int, ...], q_rank: int, kv_rank: int, kv: PagedKv, window: int | None) -> PagedPlan:
         """Plan the reads of single queries of `q_rank` in these parts. `kv_rank` is this member."""

@@ -1,9 +1,10 @@
-"""The reads of single queries for kernels that compute splits in parallel, and arrays with fixed addresses."""
+"""The reads of single queries for kernels that compute splits in parallel, and numbers on a device."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +67,15 @@ class NumberBuffer:
             assert end <= place.stop, "the array is large enough"
             numbers[place.start : end], numbers[end : place.stop] = array, number
         self._numbers.copy_(staged, non_blocking=True)
+
+
+def copied(numbers: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy numbers of the host to a device. `torch.tensor(..., device)` would wait for all work of a CUDA device."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+copied_once = lru_cache(maxsize=256)(copied)
+"""As `copied`, once for all layers of a step. The numbers are a tuple."""
 
 
 def max_splits(num_items: int, num_queries: int, block_size: int) -> int:

@@ -28,6 +28,7 @@ from longspan.model.trunk import LayerTrunk, SingleTokenTrunk
 if TYPE_CHECKING:
     from longspan.model.fused import Rotary
     from longspan.model.graph_step import Forward, GraphStep
+    from longspan.model.quantization import Levels
     from longspan.model.recording import Recording
     from longspan.model.shrunken import ShrunkenModel
     from longspan.model.stages import LayerArguments, Stage
@@ -96,9 +97,16 @@ class Model:
             from longspan.model.stages import Stage  # noqa: PLC0415 - only with pipeline parallelism
 
             self.stage = Stage(self.module, self.info, layers, self.specs, self._current)
-        self.copied_bytes = _fill(self.module, self._stored, device, self.shard)
+        levels: Mapping[str, Levels] = {}
+        if triton and files.quantization is not None:
+            from longspan.model.triton_levels import levels_of  # noqa: PLC0415 - only for quantised weights
+
+            levels = levels_of(files.weights, self.shard)
+        self.copied_bytes = _fill(self.module, self._stored, device, self.shard, levels)
         if self.info.rope_switch_length is not None:
-            _pin_longrope(self.module, self.info.rope_switch_length, self._current)
+            from longspan.model.longrope import pin_longrope  # noqa: PLC0415 - few models have it
+
+            pin_longrope(self.module, self.info.rope_switch_length, self._current)
         if tp > 1:
             from longspan.model.sharding import sum_partial_results  # noqa: PLC0415 - only with tensor parallelism
 
@@ -151,7 +159,9 @@ class Model:
 
         attention = attention_modules(self.module)[layer]
         [path] = [path for path, module in self.module.named_modules() if module is attention]
-        return {name: f"{path}.{name}" for name, _ in attention.named_parameters()}
+        quantised = [f"{name}.weight" for name, part in attention.named_modules() if hasattr(part, "levels")]
+        names = (*(name for name, _ in attention.named_parameters()), *quantised)
+        return {name: f"{path}.{name}" for name in names}
 
     @property
     def weight_bytes(self) -> int:
@@ -248,14 +258,22 @@ def _serve(
 AttentionInterface.register(SERVE, _serve)
 
 
-def _fill(model: nn.Module, stored: StoredTensors | ShrunkenModel, device: torch.device, shard: Shard) -> int:
+def _fill(
+    model: nn.Module,
+    stored: StoredTensors | ShrunkenModel,
+    device: torch.device,
+    shard: Shard,
+    levels: Mapping[str, Levels],
+) -> int:
     """Replace every meta parameter and buffer by the stored one, or its share. Tied names get one Parameter.
 
-    Return the bytes of the parameters that had to be copied.
+    Linear layers whose weights have `levels` are replaced. Return the bytes of the parameters that had to be copied.
     """
     parameters: dict[str, nn.Parameter] = {}
     copied_bytes = 0
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
+        if name in levels:
+            continue
         owner = stored.owner(name)
         if owner not in parameters:
             share, is_view = _share(stored, name, device, shard)
@@ -265,6 +283,10 @@ def _fill(model: nn.Module, stored: StoredTensors | ShrunkenModel, device: torch
     for name, _ in list(model.named_buffers(remove_duplicate=False)):
         # Some modules write to their buffers (longrope does), so each model has copies. Buffers are small.
         _set(model, name, stored[name].to(device, copy=True))
+    if levels:
+        from longspan.model.triton_levels import put_levels  # noqa: PLC0415 - only for quantised weights
+
+        copied_bytes += put_levels(model, levels, device)
     # No module may keep a tensor outside its parameters and buffers.
     named = [*model.named_parameters(), *model.named_buffers()]
     named += [(name, value) for name, module in model.named_modules() for value in vars(module).values()]
@@ -289,47 +311,3 @@ def _share(stored: StoredTensors | ShrunkenModel, name: str, device: torch.devic
 def _set(model: nn.Module, name: str, value: Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(path), leaf, value)
-
-
-class _PinnedLongRope(nn.Module):
-    """Replaces a model's longrope `rotary_emb`, and applies to each token the factors of its own request.
-
-    transformers chooses longrope's factors by the largest position of the whole call. In a packed call one request's
-    result would depend on its neighbours', and the early chunks of a request on their sizes. Here every token has the
-    pinned length of its request, `StepState.rope_lengths`. The original module is called with the tokens of the short
-    requests, then with those of the long ones. One sentinel position makes it choose the long factors, so the numbers
-    are transformers' own.
-    """
-
-    def __init__(self, inner: nn.Module, switch_length: int, current: CurrentStep) -> None:
-        super().__init__()
-        self.inner, self.switch_length, self._current = inner, switch_length, current
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        lengths = self._current.state.rope_lengths
-        assert lengths is not None, "longrope needs the length of each token's request"
-        is_long = lengths > self.switch_length
-        if not is_long.any():
-            cos, sin = self.inner(x, position_ids=position_ids)
-            return cos, sin
-        sentinel = position_ids.new_full((1, 1), self.switch_length)
-        long_ids = torch.cat((position_ids[:, is_long], sentinel), dim=1)
-        cos, sin = (part[:, :-1] for part in self.inner(x, position_ids=long_ids))
-        if is_long.all():
-            return cos, sin
-        short_cos, short_sin = self.inner(x, position_ids=position_ids[:, ~is_long])
-        return _interleave(is_long, short_cos, cos), _interleave(is_long, short_sin, sin)
-
-
-def _pin_longrope(model: nn.Module, switch_length: int, current: CurrentStep) -> None:
-    """Replace the model's one longrope module in place."""
-    names = [name for name, module in model.named_modules() if getattr(module, "rope_type", None) == "longrope"]
-    assert len(names) == 1, f"one rotary module expected, found {names}"
-    model.set_submodule(names[0], _PinnedLongRope(model.get_submodule(names[0]), switch_length, current))
-
-
-def _interleave(is_long: Tensor, short: Tensor, long: Tensor) -> Tensor:
-    both = short.new_empty((1, is_long.shape[0], short.shape[-1]))
-    both[:, ~is_long] = short
-    both[:, is_long] = long
-    return both

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from longspan.model.fused import (
 )
 from longspan.model.step import Attend, Reduce
 from longspan.model.triton_layers import MAX_WIDTH, Activation, Norm, Rotation, add_norm, gated, rotate
+from longspan.model.triton_levels import LevelsLinear, join_levels
 
 if TYPE_CHECKING:
     from longspan.model.stages import LayerArguments
@@ -87,8 +89,8 @@ class CudaLayer(ReplacedForward):
         if self._is_rotated:
             cos, sin = arguments["position_embeddings"]
             rotation = Rotation(cos=cos, sin=sin, pairs_adjacent=self._pairs_adjacent)
-        out = self._attend(linear(x, *self._qkv), rotation, attend)
-        attended = _summed(linear(out, *self._out), self._reduce)
+        out = self._attend(self._qkv(x), rotation, attend)
+        attended = _summed(self._out(out), self._reduce)
         hidden, x = add_norm(attended, residual=hidden, before=after, after=before_mlp)
         return self._feed_forward(x, hidden)[None]
 
@@ -135,7 +137,7 @@ def fuse_cuda_layers(
 class _FeedForward:
     """Adds the feed-forward part of a layer to the residual `hidden [tokens, hidden]`, which it may overwrite.
 
-    Without sums over ranks and a norm, the last product adds the residual itself, which saves a launch.
+    Without sums over ranks, a norm and levels, the last product adds the residual itself, which saves a launch.
     """
 
     def __init__(self, mlp: Any, after: Norm | None, reduce: Reduce | None) -> None:  # noqa: ANN401 - of any class
@@ -145,13 +147,14 @@ class _FeedForward:
             raise ValueError(f"the activation {name} is not known to the kernels")
         self._activation, self._after, self._reduce = _ACTIVATIONS[name], after, reduce
         self._gate_up, self._down = _joined([getattr(mlp, name) for name in names]), _joined([mlp.down_proj])
-        self._adds = after is None and reduce is None and self._down[1] is None
+        down, is_alone = mlp.down_proj, after is None and reduce is None
+        self._added = down.weight.t() if is_alone and down.bias is None and type(down) is nn.Linear else None
 
     def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
-        inner = gated(linear(x, *self._gate_up), self._activation)
-        if self._adds:
-            return hidden.addmm_(inner, self._down[0].t())
-        return add_norm(_summed(linear(inner, *self._down), self._reduce), residual=hidden, before=self._after)[0]
+        inner = gated(self._gate_up(x), self._activation)
+        if self._added is not None:
+            return hidden.addmm_(inner, self._added)
+        return add_norm(_summed(self._down(inner), self._reduce), residual=hidden, before=self._after)[0]
 
 
 def _feed_forward(mlp: Any, after: Norm | None, reduce: Reduce | None) -> Callable[[Tensor, Tensor], Tensor]:  # noqa: ANN401 - a module, whatever its class
@@ -165,15 +168,15 @@ def _summed(partial_sum: Tensor, reduce: Reduce | None) -> Tensor:
     return partial_sum if reduce is None else reduce(partial_sum[None])[0]
 
 
-def _joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Return the joined weights and biases of linear layers, whose parameters become views of them."""
-    for own in linears:
-        if type(own) is not nn.Linear:
-            raise ValueError(f"it has a {type(own).__name__} where a plain Linear is needed")
+def _joined(linears: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
+    """Return the product of joined linear layers. Their weights, levels and biases become views of the joined ones."""
+    if len(kinds := {type(own) for own in linears}) > 1 or not kinds <= {nn.Linear, LevelsLinear}:
+        raise ValueError(f"it has a {type(linears[-1]).__name__} where a plain Linear is needed")
     first, *others = linears
-    if not others:
-        return first.weight, first.bias
-    return _join(linears, "weight"), None if first.bias is None else _join(linears, "bias")
+    bias = first.bias if not others or first.bias is None else _join(linears, "bias")
+    if isinstance(first, LevelsLinear):
+        return join_levels(linears, bias).forward if others else first.forward  # type: ignore[arg-type]
+    return partial(linear, weight=_join(linears, "weight") if others else first.weight, bias=bias)
 
 
 def _join(linears: Sequence[nn.Linear], name: str) -> Tensor:

@@ -19,9 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from operator import mul
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from longspan.attn.backends import NOWHERE
 from longspan.attn.paged import Numbers, PagedKv, PagedPlan
 from longspan.attn.paged_splits import NumberBuffer, PagedSplits, max_splits
 from longspan.attn.spec import AttnSpec
-from longspan.model.recording import HostReadError, Recording, Replay, WithoutHostReads
+from longspan.model.recording import Action, HostReadError, Recording, Replay, ReplayedStep, WithoutHostReads
 from longspan.model.step import Attend, KvSlots, RecordedSums, Reduce, SampledToken, SingleTokens, put_sampled
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class GraphStep:
         self._kv: Sequence[PagedKv] = ()
         self._sums: RecordedSums | None = None
         self._graphs: dict[_Size, _Graph] = {}
-        self._results: dict[int, Tensor] = {}  # by the number of tokens of a graph
+        self._result: Tensor | None = None  # rows of the latest replay, with space for the largest recorded size
         self._too_large = set[_Size]()  # sizes without memory for a recording
         self._is_possible, self._reads_host = True, True  # `_record` may set them to False
 
@@ -164,7 +163,7 @@ class GraphStep:
             sampled: tokens on the device.
             attend: computes attention if `step` has no plans.
             hidden: from the stage before, `[1, tokens, width]`.
-            reduce: sums over ranks by messages, if `prepare` got no `sums`.
+            reduce: sums over ranks by messages, if `step` has no `sums`.
         """
         if len(tokens) > _MAX_ROWS or not self._is_possible:
             return None
@@ -185,11 +184,7 @@ class GraphStep:
         if graph.hidden is not None and hidden is not None:
             graph.hidden[:, : len(tokens)] = hidden
         put_sampled(sampled, graph.inputs.arrays[0])
-        graph.call = _Call(len(tokens), attend, reduce)
-        try:
-            result = graph.replay()
-        finally:
-            graph.call = None
+        result = graph.replay(ReplayedStep(len(tokens), attend, reduce))
         step.sent.update(graph.sent)
         return result[: len(tokens)]
 
@@ -262,7 +257,7 @@ class GraphStep:
     def _record(self, graph: _Graph) -> bool:
         """Compute a step to warm up, then record it. Return False, and log the reason, if that is not possible."""
         tokens, positions, rope_lengths, *_ = graph.inputs.arrays
-        attend, reduce, sums = self._attend_of(graph), self._reduce_of(graph), self._sums
+        attend, reduce, sums = self._attend_of(graph), self._reduce(), self._sums
         sent_before = Counter() if sums is None else Counter(sums.sent)
 
         def compute() -> Tensor:
@@ -275,7 +270,9 @@ class GraphStep:
         except HostReadError as error:
             return self._disable(error)
         self._reads_host = False
-        result = self._results.setdefault(len(tokens), torch.empty_like(computed))
+        if self._result is None or len(self._result) < len(computed):  # graphs keep the result that they write
+            self._result = torch.empty_like(computed)
+        result = self._result[: len(computed)]
         del computed
         recorded_before = Counter() if sums is None else Counter(sums.sent)
         try:
@@ -295,42 +292,40 @@ class GraphStep:
         *_, blocks, offsets = graph.inputs.arrays[: len(_INPUT_PADDING)]
         splits, size = graph.inputs.arrays[len(_INPUT_PADDING) :], len(PagedSplits._fields)
         if not splits:
-            return partial(self._attend_between, graph)
+            return self._attend_between
         plans = [_StaticPlan(PagedSplits(*splits[start : start + size])) for start in range(0, len(splits), size)]
         by_window = dict(zip(self._first_layers, plans, strict=True))
         kv = {layer: self._kv[place] for layer, place in self._places.items()}
         return _GraphAttend(self._recording.backend, kv, self._specs, by_window, blocks, offsets)
 
-    def _attend_between(self, graph: _Graph, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_between(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.empty_like(q)
 
-        def attend() -> None:
-            if (call := graph.call) is not None:  # None: the step that warms up
-                assert call.attend is not None, "the host computes attention"
-                rows = slice(call.num_tokens)
-                out[:, rows] = call.attend(layer, q[:, rows], k[:, rows], v[:, rows])
+        def attend(step: ReplayedStep) -> None:
+            assert step.attend is not None, "the host computes attention"
+            rows = slice(step.num_tokens)
+            out[:, rows] = step.attend(layer, q[:, rows], k[:, rows], v[:, rows])
 
         self._between(attend)
         return out
 
-    def _reduce_of(self, graph: _Graph) -> Reduce | None:
+    def _reduce(self) -> Reduce | None:
         """Return the sums over ranks, inside a graph or between its pieces. None for whole layers."""
         if not self._is_shared:
             return None
-        return partial(self._reduce_between, graph) if self._sums is None else self._sums.reduce
+        return self._reduce_between if self._sums is None else self._sums.reduce
 
-    def _reduce_between(self, graph: _Graph, partial_sum: Tensor) -> Tensor:
+    def _reduce_between(self, partial_sum: Tensor) -> Tensor:
         out = torch.empty_like(partial_sum)
 
-        def reduce() -> None:
-            if (call := graph.call) is not None:
-                assert call.reduce is not None, "the ranks of a stage exchange messages"
-                out.copy_(call.reduce(partial_sum))
+        def reduce(step: ReplayedStep) -> None:
+            assert step.reduce is not None, "the ranks of a stage exchange messages"
+            out.copy_(step.reduce(partial_sum))
 
         self._between(reduce)
         return out
 
-    def _between(self, action: Callable[[], None]) -> None:
+    def _between(self, action: Action) -> None:
         assert self._recording.between is not None, "such steps are recorded only with actions between pieces"
         self._recording.between(action)
 
@@ -341,14 +336,6 @@ class GraphStep:
         return False
 
 
-class _Call(NamedTuple):
-    """The step that a graph replays."""
-
-    num_tokens: int
-    attend: Attend | None
-    reduce: Reduce | None
-
-
 @dataclass
 class _Graph:
     """The inputs of a graph, and the replay after recording.
@@ -356,14 +343,12 @@ class _Graph:
     Attributes:
         hidden: the hidden states from the stage before, `[1, rows, width]`. None for the first stage.
         sent: the payload bytes of the sums of a replay, by exchange and link.
-        call: the current step, which actions between pieces read. None outside of replays.
     """
 
     inputs: NumberBuffer
     hidden: Tensor | None = None
     replay: Replay | None = None
     sent: Counter[tuple[str, Link]] = field(default_factory=Counter)
-    call: _Call | None = None
 
 
 class _StaticPlan(PagedPlan):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longspan.attn.spec import AttnSpec
+from longspan.model.step import Attend, Reduce
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
@@ -19,16 +20,26 @@ if TYPE_CHECKING:
 _HOST_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 
-Replay = Callable[[], Tensor]
+
+class ReplayedStep(NamedTuple):
+    """A step of `num_tokens` tokens, and what the host does between the pieces of its recording."""
+
+    num_tokens: int
+    attend: Attend | None = None
+    reduce: Reduce | None = None
+
+
+Action = Callable[[ReplayedStep], None]
+Replay = Callable[[ReplayedStep], Tensor]
 Record = Callable[[Callable[[], Tensor]], Replay]
 """Records the operations of a function on tensors with fixed addresses.
 
 A replay repeats them on the current contents of these tensors, and returns the same tensor each time.
 """
-Between = Callable[[Callable[[], None]], None]
-"""Called by a function that is recorded: each replay calls the given action at this place. The recording does not.
+Between = Callable[[Action], None]
+"""Called by a function that is recorded: each replay calls the given action with its step at this place.
 
-If no function is recorded, it calls the action.
+The recording does not call the action. Nothing happens if no function is recorded.
 """
 
 
@@ -55,7 +66,7 @@ class CudaRecorder:
         self._first: torch.cuda.CUDAGraph | None = None  # keeps the memory pool: only a graph can name it
         self._stream: torch.cuda.Stream | None = None
         self._recorded: torch.cuda.CUDAGraph | None = None
-        self._pieces: list[Callable[[], None]] = []
+        self._pieces: list[Action] = []
 
     def __call__(self, compute: Callable[[], Tensor]) -> Replay:
         """Record launches on a separate stream. Raise RuntimeError if an operation cannot be captured.
@@ -65,7 +76,7 @@ class CudaRecorder:
         """
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
-        pieces: list[Callable[[], None]] = []
+        pieces: list[Action] = []
         self._pieces = pieces
         with torch.cuda.stream(self._stream):
             self._begin()
@@ -75,21 +86,19 @@ class CudaRecorder:
                 self._end()
         torch.cuda.current_stream().wait_stream(self._stream)
 
-        def replay() -> Tensor:
+        def replay(step: ReplayedStep) -> Tensor:
             for piece in pieces:
-                piece()
+                piece(step)
             return result
 
         return replay
 
-    def between(self, action: Callable[[], None]) -> None:
+    def between(self, action: Action) -> None:
         """End a graph, and begin the next one after the action, see `Between`."""
-        if self._recorded is None:
-            action()
-            return
-        self._end()
-        self._pieces.append(action)
-        self._begin()
+        if self._recorded is not None:
+            self._end()
+            self._pieces.append(action)
+            self._begin()
 
     def _begin(self) -> None:
         self._recorded = torch.cuda.CUDAGraph()
@@ -101,7 +110,7 @@ class CudaRecorder:
         assert graph is not None, "a recording has begun"
         graph.capture_end()
         self._first = self._first or graph
-        self._pieces.append(graph.replay)
+        self._pieces.append(lambda _: graph.replay())
 
 
 class HostReadError(Exception):

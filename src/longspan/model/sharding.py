@@ -168,6 +168,13 @@ def _summed_norm(
     return scaled
 
 
+def all_weights(module: Any) -> dict[str, Tensor]:  # noqa: ANN401 - a module, whatever its class
+    """Return the parameters of a module by name. Quantised weights are dequantised."""
+    parts = ((name, getattr(part, "levels", None)) for name, part in module.named_modules())
+    levels = {f"{name}.weight": own.weights() for name, own in parts if own is not None}
+    return dict(module.named_parameters()) | levels
+
+
 def attention_modules(module: PreTrainedModel) -> dict[int, Any]:
     """Return the attention module of each layer of the rank."""
     parts: Iterator[Any] = module.modules()

@@ -46,7 +46,7 @@ def prepare(
     form = WeightForm(
         dtype=dtype,
         dummy_seed=seed if dummy else None,
-        drawn=dummy and device != "cpu",
+        drawn=dummy and device != "cpu" and quantization is None,
         quantization=quantization,
         trust_remote_code=trust_remote_code,
     )

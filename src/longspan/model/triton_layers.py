@@ -136,7 +136,7 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     assert gate_up.is_contiguous(), "the kernel reads it as an array"
     out = torch.empty(num_tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
     with torch.cuda.device_of(gate_up):
-        gate_kernel[triton.cdiv(inner, _GATE_COLUMNS), num_tokens](
+        gate_kernel[num_tokens, triton.cdiv(inner, _GATE_COLUMNS)](
             *(gate_up, out, inner),
             is_silu=activation == "silu",
             columns=min(_GATE_COLUMNS, padded(inner)),
@@ -220,7 +220,7 @@ def head_weight(
     return tl.where(is_query, of_query, of_key).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def rotate_kernel(
     qkv: tl.tensor,
     rotated: tl.tensor,
@@ -293,8 +293,8 @@ def gate_kernel(
     gate_up: tl.tensor, out: tl.tensor, inner: tl.tensor, is_silu: tl.constexpr, columns: tl.constexpr
 ) -> None:
     """Multiply a piece of a row by its activated gate."""
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
     inside = column < inner
     gate = tl.load(gate_up + row * 2 * inner + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * inner + inner + column, mask=inside, other=0.0).to(tl.float32)

@@ -133,9 +133,9 @@ class StepAttention:
         packed, num_tokens = self._packed, len(self._packed.tokens)
         if self._watch.enabled or self.num_alone is not None or packed.prompts or len(packed.keep) != num_tokens:
             return None
-        kv, slots = self._pool.kv, packed.slots
+        kv, slots, sent, sums = self._pool.kv, packed.slots, self._comm.sent, self._comm.recorded_sums()
         return SingleTokens(
-            blocks=slots.blocks, offsets=slots.offsets, kv=kv, plans=self._plans(), sent=self._comm.sent
+            blocks=slots.blocks, offsets=slots.offsets, kv=kv, plans=self._plans(), sent=sent, sums=sums
         )
 
     def _plans(self) -> Sequence[PagedPlan] | None:

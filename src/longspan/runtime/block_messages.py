@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.comm import Group, Message, Transport
+from longspan.attn.paged_splits import copied
 from longspan.core.cluster import Cluster
 from longspan.core.splits import split_heads
 from longspan.core.steps import Link, MoveKV
@@ -177,7 +178,7 @@ class BlockMessages:
         )
 
     def _tensors(self, blocks: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
-        return {i: torch.tensor(numbers, dtype=torch.int64, device=self.device) for i, numbers in blocks.items()}
+        return {i: copied(numbers, torch.int64, self.device) for i, numbers in blocks.items()}
 
     def _routes(self, layer: int, source: int, target: int) -> tuple[Route, ...]:
         record, tp = self._pool.record.layers[layer], self._cluster.tp

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longspan.attn.paged_splits import copied
 from longspan.core.steps import Sampling
 from longspan.runtime.sampling import Draw
 
@@ -23,10 +24,10 @@ def adjusted(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     if biased:
         indices = [row * vocab + token for row, pairs in biased for token, _ in pairs]
         values = [bias for _, pairs in biased for _, bias in pairs]
-        flat.index_add_(0, torch.tensor(indices, device=flat.device), flat.new_tensor(values))
+        flat.index_add_(0, copied(indices, torch.int64, flat.device), copied(values, flat.dtype, flat.device))
     if banned:
         indices = [row * vocab + token for row, tokens in banned for token in tokens]
-        flat.index_fill_(0, torch.tensor(indices, device=flat.device), -torch.inf)
+        flat.index_fill_(0, copied(indices, torch.int64, flat.device), -torch.inf)
     if penalised:
         _penalise(flat, vocab, penalised)
     if constrained:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longspan.attn.paged_splits import copied
 from longspan.core.steps import Sampling
 from longspan.runtime.sampling import Draw, tiles
 
@@ -19,13 +20,13 @@ Weigh = Callable[[Tensor], Tensor]
 
 def random_tokens(logits: Tensor, draws: Sequence[Draw]) -> dict[int, int]:
     """Sample the rows that are not greedy and have a distribution. Returns tokens by row."""
-    each = ((rows, drawn.tolist()) for rows, drawn in drawn_tokens(logits, draws))
+    each = ((rows.tolist(), drawn.tolist()) for rows, drawn in drawn_tokens(logits, draws))
     tokens = {row: token for rows, drawn in each for row, token in zip(rows, drawn, strict=True)}
     return {row: token for row, token in tokens.items() if token < logits.shape[-1]}
 
 
-def drawn_tokens(logits: Tensor, draws: Sequence[Draw]) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Sample the rows that are not greedy. Yield rows and their tokens on the device of the logits.
+def drawn_tokens(logits: Tensor, draws: Sequence[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Sample the rows that are not greedy. Yield rows and their tokens, both on the device of the logits.
 
     The size of the vocabulary as a token means that the row has no distribution.
     """
@@ -34,10 +35,11 @@ def drawn_tokens(logits: Tensor, draws: Sequence[Draw]) -> Iterator[tuple[Sequen
     params = [draw.sampling for draw in draws]
     random.sort(key=lambda row: (params[row].top_p < 1, params[row].top_k > 0, params[row].min_p > 0))
     for rows in tiles(random, logits):
-        cumulative = weights(logits[list(rows)], [params[row] for row in rows]).cumsum(dim=-1)
+        at = copied(rows, torch.int64, logits.device)
+        cumulative = weights(logits[at], [params[row] for row in rows]).cumsum(dim=-1)
         numbers = uniforms((params[row].seed, params[row].choice, draws[row].position) for row in rows)
-        targets = cumulative.new_tensor(numbers)[:, None] * cumulative[:, -1:]
-        yield rows, torch.searchsorted(cumulative, targets, right=True)[:, 0]
+        targets = copied(numbers, torch.float64, logits.device)[:, None] * cumulative[:, -1:]
+        yield at, torch.searchsorted(cumulative, targets, right=True)[:, 0]
 
 
 def weights(logits: Tensor, params: Sequence[Sampling]) -> Tensor:
@@ -60,7 +62,7 @@ def weights(logits: Tensor, params: Sequence[Sampling]) -> Tensor:
         kept.mul_(logits >= _last_of_top_k(logits, top_k))
     top_p = [p.top_p if p.top_p < 1 else 0.0 for p in params]
     if any(top_p):
-        needed = kept.new_tensor(top_p)[:, None] * kept.sum(dim=-1, keepdim=True)
+        needed = copied(top_p, torch.float64, kept.device)[:, None] * kept.sum(dim=-1, keepdim=True)
         kept.mul_(logits >= _last_of_top_p(logits, needed, weigh))
     return kept
 
@@ -78,8 +80,7 @@ def largest(logits: Tensor, count: int) -> Tensor:
 def _weigher(logits: Tensor, params: Sequence[Sampling]) -> Weigh:
     """Return a function from logits `[rows, any]` of these rows to their weights, after temperature and min_p."""
     best = logits.amax(dim=-1, keepdim=True).double()
-    temperature = best.new_tensor([p.temperature for p in params])[:, None]
-    min_p = best.new_tensor([p.min_p for p in params])[:, None]
+    temperature, min_p = copied([(p.temperature, p.min_p) for p in params], best.dtype, best.device).T[..., None]
     any_min_p = any(p.min_p for p in params)
     scale = 2.0 ** (53 - logits.shape[-1].bit_length())
 
@@ -95,7 +96,7 @@ def _weigher(logits: Tensor, params: Sequence[Sampling]) -> Weigh:
 
 def _last_of_top_k(logits: Tensor, top_k: Sequence[int]) -> Tensor:
     """Return the k-th largest logit `[rows, 1]`, or -inf where k is 0."""
-    k = torch.tensor(top_k, device=logits.device)[:, None]
+    k = copied(top_k, torch.int64, logits.device)[:, None]
     last = largest(logits, max(top_k)).gather(-1, (k - 1).clamp_(min=0))
     return last.masked_fill_(k == 0, -torch.inf)
 
@@ -103,7 +104,8 @@ def _last_of_top_k(logits: Tensor, top_k: Sequence[int]) -> Tensor:
 def _last_of_top_p(logits: Tensor, needed: Tensor, weigh: Weigh) -> Tensor:
     """Return the logit `[rows, 1]` at which the largest weights sum to `needed`, or -inf where `needed` is 0."""
     vocab = logits.shape[-1]
-    for count in (min(_PREFIX, vocab), vocab):
+    # A look at a prefix is a read by the host, which would wait for a device.
+    for count in (min(_PREFIX, vocab), vocab) if logits.device.type == "cpu" else (vocab,):
         ranked = largest(logits, count)
         ranked_weights = weigh(ranked)
         cumulative = ranked_weights.cumsum(dim=-1)

@@ -72,8 +72,7 @@ def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     if any(draw.sampling.temperature > 0 for draw in draws):
         from longspan.runtime.random_tokens import drawn_tokens  # noqa: PLC0415 - not for greedy requests
 
-        for rows, drawn in drawn_tokens(logits, draws):
-            at = torch.tensor(rows, device=logits.device)
+        for at, drawn in drawn_tokens(logits, draws):
             tokens[at] = torch.where(drawn < logits.shape[-1], drawn, tokens[at])
     return tokens
 

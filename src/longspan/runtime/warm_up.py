@@ -1,4 +1,7 @@
-"""Prompts that devices compute before requests arrive, since the first step of a size takes longer."""
+"""Prompts that devices compute before requests arrive, since the first calls load libraries and compile kernels.
+
+`AttentionBackend.prepare` makes what depends on lengths.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from longspan.core.steps import Forward, Free, Part, Sample, Sampling
 if TYPE_CHECKING:
     from longspan.runtime.executor.control_plane import WorkerExecutor
 
-_SHORT = (128, 512)
-_STEP, _MAX_LENGTH = 1024, 8192
-"""Tokens between lengths, and the longest length. Calls of cuDNN have lengths in these steps, see `cudnn_plans`."""
+_LENGTHS = (128, 8192)
+"""A short and a long prompt have different kernels."""
 
 
 def prompt_part(config: EngineConfig, instance: int, request_id: int, length: int, sampling: Sampling) -> Part:
@@ -38,17 +40,11 @@ def prompt_part(config: EngineConfig, instance: int, request_id: int, length: in
 
 
 def warm_up_lengths(config: EngineConfig) -> list[int]:
-    """Return the lengths with kernels of their own that fit a step, the context and every pool.
-
-    A multiple of 1024 and the length below it have different kernels, since the shorter prompt is padded.
-    """
+    """Return the lengths, as far as they fit a step, the context and every pool."""
     longest = min(
         config.max_num_batched_tokens, config.max_model_len - 1, min(config.cluster.num_blocks) * config.block_size
     )
-    multiples = range(_STEP, _MAX_LENGTH + 1, _STEP)
-    return sorted(
-        length for length in (*_SHORT, *multiples, *(number - 1 for number in multiples)) if length <= longest
-    )
+    return sorted({min(length, longest) for length in _LENGTHS})
 
 
 def warm_up(executor: WorkerExecutor, config: EngineConfig) -> None:

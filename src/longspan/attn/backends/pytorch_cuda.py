@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 
@@ -18,6 +17,7 @@ from longspan.attn.backends import CudaKernel, Partial, cudnn_plans
 from longspan.attn.backends.cudnn_plans import Plan
 from longspan.attn.backends.pytorch import AttentionBackend, eager
 from longspan.attn.paged import PagedKv
+from longspan.attn.paged_splits import copied_once
 from longspan.attn.spec import AttnSpec
 
 _log = logging.getLogger("longspan")
@@ -117,9 +117,10 @@ class TorchCuda(AttentionBackend):
     ) -> Partial:
         """Call FlashAttention, whose diagonal ends with the last query and the last key of each prompt."""
         queries, keys = zip(*lengths, strict=True)
+        ends = (copied_once((0, *accumulate(own)), torch.int32, q.device) for own in (queries, keys))
         out, lse, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - public ones hide the lse
             *(tensor.transpose(0, 1) for tensor in (q, k, v)),
-            *(_ends(queries, q.device), _ends(keys, q.device), max(queries), max(keys), 0.0, False, False),
+            *(*ends, max(queries), max(keys), 0.0, False, False),
             scale=spec.scale,
             window_size_left=-1 if spec.window is None else spec.window - 1,
             window_size_right=0,
@@ -137,8 +138,6 @@ class TorchCuda(AttentionBackend):
         elif kernel == "cudnn":  # only `_by_cudnn` knows the shapes that have plans
             kernel = "flash"
         return _call(kernel, q, k, v, spec, causal=causal, mask=mask)
-
-    # ---------------------------------------------------------------- cuDNN
 
     def _by_cudnn(self, q: Tensor, spec: AttnSpec) -> bool:
         return self._forced is None and spec.softcap is None and chosen_kernel(q) == "cudnn"
@@ -214,35 +213,30 @@ class TorchCuda(AttentionBackend):
         return out, self.merge_into(out, partials)
 
     def prepare(self, kv: PagedKv, specs: Collection[AttnSpec], max_queries: int, max_keys: int) -> None:
-        """Make the plans of all shapes, by calls on zeros. cuDNN keeps them for this thread."""
+        """Make the plans of all shapes. cuDNN keeps them for this thread. The calls read the pool in place of keys."""
         begun_s, made = time.monotonic(), set[tuple[int, int, int, Plan]]()
         max_keys = min(max_keys, len(kv.keys) * kv.block_size)
         for spec in specs:
-            like, readers = kv.keys.new_empty(0, spec.head_dim), spec.num_heads // spec.num_kv_heads
-            if self._by_cudnn(like, spec):
+            num_kv_heads, dim, readers = spec.num_kv_heads, spec.head_dim, spec.num_heads // spec.num_kv_heads
+            if self._by_cudnn(kv.keys.new_empty(0, dim), spec):
                 longest = min(max_keys, spec.window or max_keys)
-                shapes = (spec.num_kv_heads, readers, spec.head_dim)
-                plans = [*cudnn_plans.all_plans(spec.num_kv_heads, readers, max_queries, longest)]
-                _call_each([plan for plan in plans if (*shapes, plan) not in made], spec, like)
-                made.update((*shapes, plan) for plan in plans)
+                plans = {*cudnn_plans.all_plans(num_kv_heads, readers, max_queries, longest)}
+                new = {(num_kv_heads, readers, dim, plan) for plan in plans} - made
+                made |= new
+                for *_, plan in new:
+                    _make(plan, spec, kv.keys.flatten())
         if made:
             _log.info("%d plans of cuDNN made in %.1f s", len(made), time.monotonic() - begun_s)
 
 
-def _call_each(plans: Sequence[Plan], spec: AttnSpec, like: Tensor) -> None:
-    num_kv_heads, dim = spec.num_kv_heads, spec.head_dim
-    zeros = like.new_zeros(num_kv_heads * max((plan.num_keys for plan in plans), default=0) * dim)
-    for num_queries, num_keys, causal in plans:
-        q = like.new_zeros(1, spec.num_heads if causal else num_kv_heads, num_queries, dim)
-        keys = zeros[: num_kv_heads * num_keys * dim].view(1, num_kv_heads, num_keys, dim)
-        _call("cudnn", q, keys, keys, spec, causal=causal)
-
-
-@lru_cache(maxsize=256)
-def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return 0 and the sums of the first lengths on a device, once for all layers of a step."""
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
-    return ends.to(device, non_blocking=True)
+def _make(plan: Plan, spec: AttnSpec, memory: Tensor) -> None:
+    """Make a call of this shape, whose keys and values are any contents of `memory`."""
+    num_heads = spec.num_heads if plan.causal else spec.num_kv_heads
+    size = spec.num_kv_heads * plan.num_keys * spec.head_dim
+    keys = memory[:size] if size <= len(memory) else memory.new_zeros(size)
+    keys = keys.view(1, spec.num_kv_heads, plan.num_keys, spec.head_dim)
+    q = memory.new_zeros(1, num_heads, plan.num_queries, spec.head_dim)
+    _call("cudnn", q, keys, keys, spec, causal=plan.causal)
 
 
 def chosen_kernel(q: Tensor, *, masked: bool = False, windowed: bool = False) -> CudaKernel:
@@ -267,9 +261,9 @@ def _call(
     match kernel:
         case "cudnn":
             options = (None, True, 0.0, causal, False)
-            out, lse, *_ = operators._scaled_dot_product_cudnn_attention(  # noqa: SLF001 - public ones hide the lse
-                *(x.contiguous() for x in (q, k, v)), *options, scale=spec.scale
-            )
+            # Plans depend on the strides of dimensions of size 1, too, so all get the strides of a new tensor.
+            packed = (x.contiguous().view(-1).view(x.shape) for x in (q, k, v))
+            out, lse, *_ = operators._scaled_dot_product_cudnn_attention(*packed, *options, scale=spec.scale)  # noqa: SLF001 - public ones hide the lse
             return out, lse.reshape(q.shape[:3])
         case "flash":
             out, lse, *_ = operators._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=spec.scale)  # noqa: SLF001

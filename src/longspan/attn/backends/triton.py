@@ -61,20 +61,16 @@ class TritonCuda(TorchCuda):
 
     def _full(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Partial:
         """Compute softcaps by the kernel for windows, without edges. Heads that share keys become rows."""
-        if not self._has_band(q, spec):
+        if spec.softcap is None or q.shape[2] > MAX_DIM:
             return super()._full(q, k, v, spec)
         rows = q.reshape(len(k), -1, q.shape[2])
         out, lse = self._band(rows, k, v, -rows.shape[1], k.shape[1], spec)
         return out.reshape(q.shape), lse.reshape(q.shape[:2])
 
     def _diagonal(self, q: Tensor, k: Tensor, v: Tensor, upper: int, spec: AttnSpec) -> Partial:
-        if not self._has_band(q, spec):
+        if spec.softcap is None or q.shape[2] > MAX_DIM:
             return super()._diagonal(q, k, v, upper, spec)
         return self._band(q, k, v, -q.shape[1], upper, spec)
-
-    def _has_band(self, q: Tensor, spec: AttnSpec) -> bool:
-        """Return True if the kernel for windows computes attention without a window, too."""
-        return spec.softcap is not None and q.shape[2] <= MAX_DIM
 
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
         """Read the keys in place. For very large heads, PyTorch's kernels attend to a copy."""
@@ -183,7 +179,7 @@ def _dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["indices_head", "num_queries", "num_kept"])
 def attend_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -236,7 +232,7 @@ def attend_kernel(
     tl.store(lse + head * num_queries + row, highest + tl.log(total), mask=in_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "lower", "upper", "readers"])
 def band_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -294,7 +290,7 @@ def band_kernel(
     tl.store(lse + head * num_queries + row, highest + tl.log(total), mask=in_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_head", "num_queries", "num_keys"])
 def rate_kernel(
     q: tl.tensor,
     lse: tl.tensor,
@@ -341,7 +337,7 @@ def rate_kernel(
     tl.store(ratings + kv_head * num_keys + key, total, mask=in_keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_head", "partial_lse_head", "rows_head", "num_queries"])
 def combine_kernel(
     out: tl.tensor,
     lse: tl.tensor,
@@ -385,7 +381,7 @@ def combine_kernel(
     tl.store(out_at, old + (other.to(tl.float32) - old) * weight[:, None], mask=whole)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["indices_head", "num_kept"])
 def select_kernel(
     first: tl.tensor,
     second: tl.tensor,

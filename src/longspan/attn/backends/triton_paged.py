@@ -3,12 +3,13 @@
 The context of a query is split, and one program computes each split (flash-decoding). Another kernel merges the splits
 of a query in two levels: tiles of splits at once, and one tile after the other. Splits depend only on the reads of the
 query, so other queries of the batch do not change a bit of a result.
+
+Numbers that change from step to step are not specialized: Triton would compile again if they are 1 or multiples of 16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.attn.backends import Partial, nothing_seen
-from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan, on_device
+from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan
+from longspan.attn.paged_splits import copied_once
 from longspan.attn.spec import AttnSpec
 
 MAX_DIM = 256
@@ -78,7 +80,7 @@ def gather(kv: PagedKv, blocks: Sequence[int], start: int, stop: int, out: KeysA
     assert k_out.shape[1] == stop - start and k_out.stride(2) == v_out.stride(2) == 1, (
         "contiguous rows for these tokens"
     )
-    _copy(kv, k_out, v_out, _table(tuple(blocks), k_out.device), None, begin=start)
+    _copy(kv, k_out, v_out, copied_once(tuple(blocks), torch.int64, k_out.device), None, begin=start)
 
 
 def _copy(kv: PagedKv, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor | None, *, begin: int = 0) -> None:
@@ -94,12 +96,6 @@ def _copy(kv: PagedKv, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor | N
             width=padded(dim),
             tile=COPIED_TOKENS,
         )
-
-
-@lru_cache(maxsize=256)
-def _table(blocks: tuple[int, ...], device: torch.device) -> Tensor:
-    """Copy a block table to a device, once for all layers of a step."""
-    return on_device([torch.tensor(blocks, dtype=torch.int64)], device)[0]
 
 
 def tile_keys(dim: int, dtype: torch.dtype) -> int:
@@ -260,7 +256,7 @@ def split_kernel(
     tl.store(lses + split * num_heads + head, highest + tl.log(total), mask=in_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries"])
 def merge_kernel(
     outs: tl.tensor,
     lses: tl.tensor,
@@ -300,7 +296,7 @@ def merge_kernel(
     tl.store(lse + head * num_queries + query, tl.where(total > 0.0, highest + tl.log(total), float("-inf")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "num_tokens"])
 def copy_kernel(
     keys: tl.tensor,
     values: tl.tensor,

@@ -241,7 +241,8 @@ def _await_all(ends: Sequence[int]) -> None:
 
 def _defaults(environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables that libraries of workers read when they start. The caller's own variables override them."""
-    defaults = {"CUDA_DEVICE_MAX_CONNECTIONS": str(CUDA_QUEUES)}
+    # NCCL must not register buffers of CUDA graphs: it reads wrong addresses in the segments of the allocator below.
+    defaults = {"CUDA_DEVICE_MAX_CONNECTIONS": str(CUDA_QUEUES), "NCCL_GRAPH_REGISTER": "0"}
     if "OMP_WAIT_POLICY" not in environment:
         defaults["GOMP_SPINCOUNT"] = _SPIN_COUNT
     if _ALLOCATOR_NAMES.isdisjoint(environment):  # leaves no gaps between tensors of changing sizes

@@ -18,7 +18,7 @@ from longspan.attn.spec import AttnSpec
 from longspan.core.runs import positions
 from longspan.model.adapter import Model
 from longspan.model.shard import Shard
-from longspan.model.sharding import head_counts
+from longspan.model.sharding import all_weights, head_counts
 from longspan.model.stages import LayerArguments
 from longspan.model.step import Attend
 from longspan.runtime.batch import Channel
@@ -61,7 +61,7 @@ class HookedAttention:
         """Return the partial output `[tokens, hidden]` of share `index` of `size` of the heads, for equal `hidden`."""
         shard = Shard(index=index, size=size, specs=self._specs)
         if (index, size) not in self._shares:
-            weights = self._module.named_parameters()
+            weights = all_weights(self._module).items()
             cut = {name: shard.cut(f"layers.{self._layer}.{NAME}.{name}", weight) for name, weight in weights}
             self._shares[index, size] = cut
         spec = shard.local_specs[self._layer]

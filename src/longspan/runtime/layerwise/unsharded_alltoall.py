@@ -24,7 +24,7 @@ from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import ALLTOALL, WeightSource
 from longspan.core.splits import HeadShare, cut_evenly, split_heads
 from longspan.model.shard import Shard
-from longspan.model.sharding import attention_modules, pieces
+from longspan.model.sharding import all_weights, attention_modules, pieces
 from longspan.runtime.batch import Channel
 from longspan.runtime.layerwise.layers import NAME, StepContext, Weights
 from longspan.runtime.step_comm import WEIGHTS
@@ -95,7 +95,7 @@ class UnshardedLayers:
         if source == "host":
             return context.host_weights()
         modules = attention_modules(context.model.module)
-        shares = {layer: dict(module.named_parameters()) for layer, module in modules.items()}
+        shares = {layer: all_weights(module) for layer, module in modules.items()}
         shapes, connect = context.model.attention_shapes, partial(context.comm.inside, WEIGHTS)
         return PeerWeights(shares, context.model.shard, shapes, connect)
 
