@@ -2,6 +2,7 @@
 
     python benchmarks/csa.py quality [--drops 0.1 0.3 ...] [--json FILE]     # some 40 minutes on two cores
     python benchmarks/csa.py speed [--drop 0.3 --drop-mode kv --equal] [--rounds 3]
+    python benchmarks/csa.py decode [--drops 0.25 0.5] [--lengths 2048 4096] [--num-samples 2]
 
 `quality` uses 4 instances on two emulated hosts. It varies the drop mode, the drop ratio of level 2, and the ratios of
 further levels, which are the same or follow the rule. It measures the share of pass keys found at five depths of each
@@ -10,12 +11,17 @@ lost and perplexity less than 1 % higher. `--json` stores each line, and skips s
 
 `speed` measures the TTFT of a prompt of 8,000 tokens. It alternates between exact attention, levels that drop nothing,
 and sparse attention. It prints the saved share of attention's seconds, divided by the saved share of its products.
+
+`decode` decodes the tokens behind windows of a text, which are forced. It prints their perplexity relative to exact
+attention, the share of the prompt's keys that a decode reads, and the time between tokens. The prompt drops tokens, and
+its decodes read all of them or the kept ones (`drop_in_decode`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -29,18 +35,19 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from longspan import LLM, SamplingParams, evals
+from longspan import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, evals
 
 _HOSTS = "2"
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _PERPLEXITY_RATIO = 1.01
 _PROMPT = 8000
+_ANSWER = 64
 
 
 def main() -> int:
     """Measure quality or speed, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("quality", "speed"))
+    parser.add_argument("what", choices=("quality", "speed", "decode"))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--parallel", default="4")
@@ -69,7 +76,7 @@ def main() -> int:
         record_times=True,
         enable_prefix_caching=False,
     ) as llm:
-        return _quality(llm, args) if args.what == "quality" else _speed(llm, args)
+        return {"quality": _quality, "speed": _speed, "decode": _decode}[args.what](llm, args)
 
 
 def _take(llm: LLM, args: argparse.Namespace, drop: float | dict[int, float], mode: str) -> None:
@@ -238,6 +245,55 @@ def _speed(llm: LLM, args: argparse.Namespace) -> int:
             f"{share:.2f} of the saved share of its products"
         )
     return 0
+
+
+# ---------------------------------------------------------------- decode
+
+
+def _decode(llm: LLM, args: argparse.Namespace) -> int:
+    text = evals.Text.of(llm)
+    windows = [
+        text.window(length, index, args.num_samples) for length in args.lengths for index in range(args.num_samples)
+    ]
+    kinds: list[tuple[float, bool]] = [(0.0, False), *product(args.drops, (False, True))]
+    table = Table(title=f"{len(windows)} answers of {_ANSWER} tokens", title_justify="left")
+    for name in ("level 2 drops", "decodes drop", "keys read", "perplexity", "bytes by queries", "ms per token"):
+        table.add_column(name, justify="right")
+    exact = None
+    for drop, stays in track(kinds, "measuring", console=Console(stderr=True)):
+        settings = {"levels": args.levels, "drop": _ratios(args, drop, is_equal=args.equal), "drop_mode": "kv"}
+        csa = json.dumps(settings | {"drop_in_decode": stays}) if drop else "off"
+        llm.service.update_policy({"csa": csa})
+        before, scores, tbt_s, read = llm.bytes_exchanged, list[float](), list[float](), 1.0
+        for window in windows:
+            [output] = llm.generate([window[:-_ANSWER]], _forced(llm, window), use_tqdm=False)
+            scores.append(_nll(output))
+            tbt_s += output.metrics.tbt_s
+            saved = llm.sparse_savings(output)
+            read = 1.0 if saved is None else 1 - saved.decode_reads_saved_share
+        perplexity = math.exp(statistics.fmean(scores))
+        exact = exact or perplexity
+        kind = "ring_q_sparse" if stays else "ring_q"
+        sent = llm.bytes_exchanged.get(kind, 0) - before.get(kind, 0)
+        cells = f"{drop:.0%}", str(stays).lower(), f"{read:.1%}", f"{perplexity / exact:.4f}", f"{sent:,}"
+        table.add_row(*cells, f"{1000 * statistics.median(tbt_s):.1f}")
+    Console(width=100).print(table)
+    return 0
+
+
+def _forced(llm: LLM, window: list[int]) -> SamplingParams:
+    """Return parameters that force the last tokens of a window as the answer."""
+    tokenizer = llm.input_processor.tokenizer
+    assert tokenizer is not None, "the model has one"
+    form = StructuredOutputsParams(choice=[tokenizer.decode(window[-_ANSWER:])])
+    return SamplingParams(temperature=0, max_tokens=_ANSWER, structured_outputs=form, logprobs=0)
+
+
+def _nll(output: RequestOutput) -> float:
+    """Return the mean negative log-likelihood of the answer, by the model's own logits."""
+    [answer] = output.outputs
+    entries = zip(answer.token_ids, answer.logprobs or (), strict=True)
+    return -statistics.fmean(logprobs[token].logprob for token, logprobs in entries)
 
 
 def _attention_s(llm: LLM) -> float:

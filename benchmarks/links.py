@@ -1,6 +1,6 @@
 """Measure and predict the time that links of limited rate add to the first token, for each exchange.
 
-    python benchmarks/links.py [--gigabits 1 0.2 0.05] [--prompt 4096] [--rounds 2] [--json FILE] [--require]
+    python benchmarks/links.py [--gigabits 1 0.2 0.05] [--prompt 4096] [--rounds 2] [--hidden] [--json FILE] [--require]
 
 Two ranks of one thread are in network namespaces (`tools/hosts.py`), and `tbf` limits the link between them. That needs
 root on Linux, with `ip` and `tc`. Otherwise the script prints the reason and exits with 0.
@@ -12,6 +12,7 @@ estimate` predicts both (`cost/forward.py`). Each case over the link without a l
 of all other work. A plain TCP stream gives the speed of each link.
 
 The times of the first round are a profile of each link, by which policy `context` chooses among these exchanges.
+With `--hidden`, the exchanges are `gather_hidden` with and without micro-partitions, and nothing is chosen.
 With `--require`, the exit code is 1 for a prediction that is off by more than 15 %. So it is for a chosen exchange that
 takes 5 % longer than the quickest. Differences within the spread of the measurements do not count.
 """
@@ -46,9 +47,12 @@ from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.catalog import Attention, Device, Efficiency, LinearCurve, Link, StreamCurve
 from longspan.cost.channels import Channel, Shares, shares_of
+from longspan.cost.csa_pipeline import Members
+from longspan.cost.csa_price import time_share
 from longspan.cost.forward import Breakdown, Roofline
 from longspan.cost.profile import Prefill, Profile
 from longspan.cost.roofline import Layer
+from longspan.cost.step_cost import rates_of_roofline
 from longspan.cost.topology import Topology
 
 MODEL, BLOCK = "smollm2-135m", 16
@@ -90,14 +94,24 @@ class Case:
     Attributes:
         exchange: without one, one instance computes it.
         partial: all but the last 2 % of its tokens are cached.
+        micro_partitions: of `gather_hidden`.
     """
 
     exchange: str = ""
     partial: bool = False
+    micro_partitions: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.exchange or 'one instance'}{', 2 % new' if self.partial else ''}"
+        pieces = f", {self.micro_partitions} pieces" if self.micro_partitions > 1 else ""
+        return f"{self.exchange or 'one instance'}{pieces}{', 2 % new' if self.partial else ''}"
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options of policy `context`."""
+        if not self.exchange:
+            return {"threshold": "1000000"}
+        return {"exchange": self.exchange, "threshold": "0", "micro_partitions": str(self.micro_partitions)}
 
 
 CASES = (
@@ -105,6 +119,8 @@ CASES = (
     *map(Case, ("ring_kv", "chain", "gather_kv", "alltoall")),
     *(Case(x, True) for x in ("ring_q", "ring_kv")),
 )
+HIDDEN = tuple(Case("gather_hidden", micro_partitions=pieces) for pieces in (1, 4, 8))
+"""The cases of `--hidden`: SP-TP with and without its pipeline. No policy chooses `gather_hidden`."""
 KINDS = (False, True)
 """Whole and partial prompts."""
 Samples = dict[tuple[Case, Rate], list[float]]
@@ -138,10 +154,10 @@ def _compare(hosts: Sequence[Host], options: argparse.Namespace) -> int:
         record_times=True,
     ) as llm:
         runner = Runner(llm, hosts, options.prompt)
-        for case in CASES:  # first times are slower
+        for case in options.cases:  # first times are slower
             runner.times(case, None)
         for number in track(range(options.rounds), "measuring", console=Console(stderr=True)):
-            for case in CASES:
+            for case in options.cases:
                 first = number % len(rates)  # each round begins with another rate
                 for rate in [*rates[first:], *rates[:first]] if case.exchange else rates[:1]:
                     seconds, attended_s = runner.times(case, rate)
@@ -150,14 +166,16 @@ def _compare(hosts: Sequence[Host], options: argparse.Namespace) -> int:
                     if number == 0:
                         profiled[case, rate] = [seconds, runner.times(case, rate, _SHORT)[0]]
                     samples[case, rate].append(seconds)
-        chosen = {
-            (rate, partial): runner.chosen(profiled, rate, partial=partial) for rate in rates for partial in KINDS
-        }
-    predictions = {
-        case: Prediction.of(options.prompt, case, samples[case, None], attention_s[case], speeds)
-        for case in CASES
-        if case.exchange
-    }
+        chosen = {}
+        if not options.hidden:
+            chosen = {
+                (rate, partial): runner.chosen(profiled, rate, partial=partial) for rate in rates for partial in KINDS
+            }
+    predictions = {}
+    for case in options.cases:
+        if case.exchange:
+            whole = replace(case, micro_partitions=1)
+            predictions[case] = Prediction.of(options.prompt, case, samples[whole, None], attention_s[whole], speeds)
     streams = ", ".join(f"{speed * 8 / 1e9:.3g} Gb/s at {rate or 'no limit'}" for rate, speed in speeds.items())
     print(f"load {load:.1f} before and {os.getloadavg()[0]:.1f} after, TCP streams: {streams}")
     is_good = _report_added(samples, predictions, options)
@@ -175,7 +193,7 @@ def _report_added(samples: Samples, predictions: dict[Case, Prediction], options
     for column in ("", "Gb/s", "TTFT", "added", "spread", "predicted", "error", ""):
         table.add_column(column, justify="left" if not column else "right")
     is_good = True
-    for case in CASES:
+    for case in options.cases:
         unlimited = samples[case, None]
         table.add_row(case.name, "no limit", f"{statistics.median(unlimited):.2f}", "", f"{_spread(unlimited):.2f}")
         for rate in options.gigabits if case.exchange else ():
@@ -281,11 +299,30 @@ class Prediction:
         return replace(prediction, efficiency=replace(prediction.efficiency, linear=linear))
 
     def added_s(self, rate: Rate) -> float:
-        return self.breakdown(rate).total_s - self.breakdown(None).total_s
+        return self._total_s(rate) - self._total_s(None)
+
+    def _total_s(self, rate: Rate) -> float:
+        """Return the slowest member's seconds. Micro-partitions take a share of the exchange without them."""
+        case, total_s = self.case, self.breakdown(rate).total_s
+        if case.micro_partitions == 1:
+            return total_s
+        exchange = exchange_named(case.exchange)._replace(micro_partitions=case.micro_partitions)
+        members = Members((0, 1), self.model.attention, rates_of_roofline(self._line(rate), (0, 1)))
+        return total_s * time_share(exchange, self.num_tokens, members)
 
     def breakdown(self, rate: Rate) -> Breakdown:
-        """Return the slowest member's seconds. A limited link sends the first bytes of each message at once."""
-        case, speed = self.case, self.speeds[rate]
+        """Return the slowest member's seconds by kind of work."""
+        case, exchange, line = self.case, exchange_named(self.case.exchange), self._line(rate)
+        start = _cached(self.num_tokens) if case.partial else 0
+        runs = shard_span(exchange.traits.layouts[0], start, self.num_tokens, 2, align=BLOCK, head=0)
+        shares = Shares.of(shares_of(exchange, runs, start, self.num_tokens))
+        channel = Channel(exchange=exchange, group=(0, 1), shares=shares, keys=self.num_tokens, decode=False)
+        tokens = dict(enumerate(shares.queries))
+        return max(line.times([channel], tokens, {1: 1}).values(), key=lambda spent: spent.total_s)
+
+    def _line(self, rate: Rate) -> Roofline:
+        """Return the cost model. A limited link sends the first bytes of each message at once."""
+        speed = self.speeds[rate]
         latency_s = _LATENCY_S - (0 if rate is None else burst_bytes(rate) / speed)
         link = Link(
             where="between",
@@ -298,14 +335,7 @@ class Prediction:
         )
         topology = Topology(tp=1, gpus_per_host=1, inside=link, between=link, hosts=(0, 1))
         layer = Layer(model=self.model, device=self.device, efficiency=self.efficiency, attention=self.attention, tp=1)
-        line = Roofline(layer=layer, topology=topology, stages=(range(self.model.attention.num_layers),), hops=())
-        exchange = exchange_named(case.exchange)
-        start = _cached(self.num_tokens) if case.partial else 0
-        runs = shard_span(exchange.traits.layouts[0], start, self.num_tokens, 2, align=BLOCK, head=0)
-        shares = Shares.of(shares_of(exchange, runs, start, self.num_tokens))
-        channel = Channel(exchange=exchange, group=(0, 1), shares=shares, keys=self.num_tokens, decode=False)
-        tokens = dict(enumerate(shares.queries))
-        return max(line.times([channel], tokens, {1: 1}).values(), key=lambda spent: spent.total_s)
+        return Roofline(layer=layer, topology=topology, stages=(range(self.model.attention.num_layers),), hops=())
 
 
 def _bytes_per_s(hosts: Sequence[Host], rate: Rate) -> float:
@@ -335,8 +365,7 @@ class Runner:
         """Return the TTFT of a prompt, and the seconds of attention of the busiest rank."""
         prompt = self._prompt(case.partial, num_tokens or self._num_tokens)
         _limit(self._hosts, rate)
-        exchange = {"exchange": case.exchange, "threshold": "0"} if case.exchange else {"threshold": "1000000"}
-        self._llm.set_policy("context", exchange)
+        self._llm.set_policy("context", case.options)
         before_s = self._attention_s()
         output = self._generate(prompt)
         assert output.metrics.num_cached_tokens == (_cached(len(prompt)) if case.partial else 0)
@@ -399,7 +428,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--require", action="store_true")
-    return parser.parse_args()
+    parser.add_argument("--hidden", action="store_true", help="only gather_hidden, with and without micro-partitions")
+    options = parser.parse_args()
+    options.cases = HIDDEN if options.hidden else CASES
+    return options
 
 
 if __name__ == "__main__":

@@ -47,11 +47,13 @@ def test_every_exchange_has_a_line(ranks: int) -> None:
     found = [LINE.fullmatch(line) for line in result.stdout.splitlines()]
     assert all(found), result.stdout
     rows = {one[1]: one for one in found if one}
-    assert list(rows) == ["ring_kv", "ring_q", "gather_kv", "gather_kv, dense", "alltoall", "gather_hidden", "chain"]
+    hidden = ["gather_hidden", "gather_hidden, x4"]
+    assert list(rows) == ["ring_kv", "ring_q", "gather_kv", "gather_kv, dense", "alltoall", *hidden, "chain"]
     for row in rows.values():
         assert 0 < float(row[2]) < 1e-5
         assert (row[3] == "0") == (ranks == 1)
         assert row[4] == "0"
+    assert rows[hidden[0]][3] == rows[hidden[1]][3]
     assert rows["ring_kv"][3] == rows["gather_kv"][3] == rows["gather_kv, dense"][3]
 
 

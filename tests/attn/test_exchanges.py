@@ -18,7 +18,7 @@ from torch import Tensor
 from transports import FaultyTransport, Wires, run_members
 
 from longspan.attn.check import EXCHANGES, Request, attend, member_call
-from longspan.attn.comm import ALONE, Group, Transport
+from longspan.attn.comm import ALONE, Group, Transport, hidden_hops
 from longspan.attn.exchanges.chain import chain, chain_start
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import CHAIN, LOCAL
@@ -124,7 +124,13 @@ def exchange(
 
     def member(rank: int, transport: Transport) -> list[Tensor]:
         group = Group(
-            transport, range(case.size), rank, hosts=case.hosts, name="x", tags=range(7, 7 + 20), sent=sent[rank]
+            transport,
+            range(case.size),
+            rank,
+            hosts=case.hosts,
+            name="x",
+            tags=range(7, 7 + hidden_hops(case.size)),
+            sent=sent[rank],
         )
         return outputs(name, group, case.batch, case.spec)
 
@@ -214,6 +220,7 @@ FORMULAS: dict[str, Callable[[Case], int]] = {
     "gather_kv, dense": bytes_of_all_keys,
     "alltoall": bytes_of_alltoall,
     "gather_hidden": bytes_of_gather_hidden,
+    "gather_hidden, x4": bytes_of_gather_hidden,
     "chain": bytes_of_chain,
 }
 

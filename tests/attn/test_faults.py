@@ -18,7 +18,7 @@ from torch import Tensor
 from transports import DiedError, FaultyTransport, MemoryTransport, Wires, run_members
 
 from longspan.attn.check import EXCHANGES, Request, attend, member_call, random_qkv
-from longspan.attn.comm import CommError, Group, Message, Transport
+from longspan.attn.comm import CommError, Group, Message, Transport, hidden_hops
 from longspan.core.layouts import shard_span
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,8 +51,10 @@ def three_layers(name: str, num_members: int, wires: Wires, **faults_of_rank_1: 
     request, spec = dealt_evenly(num_members), spec_of()
 
     def member(rank: int, transport: Transport) -> list[Tensor]:
+        hops = hidden_hops(num_members)
         layers = [
-            Group(transport, range(num_members), rank, tags=range(10 * layer, 10 * layer + 10)) for layer in range(3)
+            Group(transport, range(num_members), rank, tags=range(hops * layer, hops * (layer + 1)))
+            for layer in range(3)
         ]
         return [outputs(name, group, [request], spec)[0] for group in layers]
 

@@ -13,6 +13,8 @@ from longspan.core.exchange import (
     GATHER_HIDDEN_SPARSE,
     LOCAL,
     RING_KV,
+    RING_Q,
+    RING_Q_SPARSE,
     Exchange,
     decoding,
     exchange_named,
@@ -44,10 +46,17 @@ def test_exact_exchanges_take_no_setting() -> None:
     for one in (LOCAL, *exchanges()):
         assert "sparse" not in one.traits.parameters
         assert one.exact_form == one
-    assert not any(one.has_sparse_form for one in (LOCAL, RING_KV, CHAIN, ALLTOALL_SPARSE, GATHER_HIDDEN_SPARSE))
+    assert not any(one.has_sparse_form for one in (LOCAL, RING_KV, RING_Q, CHAIN, ALLTOALL_SPARSE, GATHER_HIDDEN_SPARSE))
 
 
-@pytest.mark.parametrize("kind", [form.kind for form in FORMS.values()])
+def test_decodes_have_a_sparse_form_that_prompts_do_not_take() -> None:
+    made = RING_Q.sparse_form(SETTING)
+    assert made == RING_Q_SPARSE._replace(sparse=SETTING) and made.exact_form == RING_Q
+    assert made.traits.decodes and not made.is_priced_by_share
+    assert made.shown in shown_names()
+
+
+@pytest.mark.parametrize("kind", [*(form.kind for form in FORMS.values()), RING_Q_SPARSE.kind])
 def test_no_option_names_a_sparse_form(kind: str) -> None:
     chosen = {*exchanges(), *of_any_layout(), *decoding()}
     assert kind not in {one.kind for one in chosen}

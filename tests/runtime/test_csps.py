@@ -50,6 +50,7 @@ STEPS: list[tuple[str, int | None, object]] = [
     ("alltoall", None, {"2": 3, "3": 2}),
     ("alltoall", 48, 1),
     ("gather_hidden", 48, 1),
+    ("gather_hidden", 100, 5),
 ]
 
 
@@ -74,6 +75,36 @@ def test_nothing_dropped_is_exact(
         assert f"{exchange}_sparse" in str(output.metrics.exchanges)
         assert output.metrics.num_cached_tokens >= 128
         assert num_free_blocks(llm) == [60] * llm.engine.config.cluster.num_instances
+
+
+@pytest.mark.parametrize("parallel", ["2", "3", "4", "2xtp2", "2xpp2"])
+def test_decodes_with_nothing_dropped_are_exact(tiny: Path, oracle: Oracle, parallel: str) -> None:
+    """Prompts of several members, one with a cached beginning, and one of a single instance."""
+    prompts = prompts_of(150, 91, 20)
+    with engine(tiny, parallel, csa(drop={2: 0.0}, drop_in_decode=True), max_num_batched_tokens=64) as llm:
+        for again in (prompts, prompts[:1]):
+            for prompt, output in zip(again, llm.generate(again, GREEDY, use_tqdm=False), strict=True):
+                assert_exact(output, oracle.complete(prompt, 6))
+        assert set(output.metrics.exchanges["decode"]) == {"ring_q_sparse"}
+        assert num_free_blocks(llm) == [60] * llm.engine.config.cluster.num_instances
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.5, 1.0])
+def test_decodes_send_queries_for_kept_keys_only(tiny: Path, drop: float) -> None:
+    """With all distant tokens dropped, only layers that drop nothing ask the other members."""
+    [prompt] = prompts_of(150)
+    settings = csa(drop={2: drop, 3: drop}, drop_mode="kv", drop_in_decode=True)
+    with engine(tiny, "3", settings, max_num_batched_tokens=None) as llm:
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        spec, num_layers = llm.info.specs[0], llm.info.num_layers
+        num_dropping = num_layers - 2 if drop == 1 else 0
+        of_query = spec.num_heads * (2 * spec.head_dim + 1) * 4
+        steps = output.metrics.exchanges["decode"]["ring_q_sparse"]
+        asked = 2 * (num_layers - num_dropping) * of_query * steps
+        assert llm.bytes_exchanged["ring_q_sparse"] == asked, "the output is on the member of the last partition"
+        saved = llm.sparse_savings(output)
+        assert saved is not None
+        assert (saved.decode_reads_saved_share > 0) == (drop > 0)
 
 
 BY_LENGTH = {
@@ -200,6 +231,12 @@ def test_bytes_equal_the_formula(parallel: str, tiny: Path) -> None:
         ({"csa": csa(micro_partitions=17)}, "Expected `int` <= 16 - at `$.micro_partitions`"),
         ({"csa": csa(micro_partitions={"5": 2})}, "micro_partitions names level 5, but levels are 2 to 3"),
         ({"csa": csa(share=1)}, "unknown field `share`"),
+        (
+            {"csa": csa(drop_in_decode=True), "exchange": "gather_hidden"},
+            "drop_in_decode is for exchange alltoall",
+        ),
+        ({"csa": csa(drop_in_decode=True), "decode": "alltoall"}, "drop_in_decode is for decode ring_q, but alltoall"),
+        ({"micro_partitions": "2", "exchange": "gather_hidden"}, "micro_partitions and csa exclude each other, but 2"),
     ],
 )
 def test_invalid_settings_are_refused(options: dict[str, str], words: str) -> None:
@@ -244,11 +281,24 @@ def test_models_with_windows_are_refused(tmp_path: Path) -> None:
         assert len(output.outputs[0].token_ids) == 6
 
 
+def test_roles_refuse_drops_in_decode(tiny: Path) -> None:
+    with refused("csa"):
+        ThreadLLM(
+            str(tiny),
+            skip_tokenizer_init=True,
+            prefill_parallel="2",
+            decode_parallel="2",
+            policy="csps",
+            policy_options={"csa": csa(drop_in_decode=True)},
+        )
+
+
+@pytest.mark.parametrize("drop_in_decode", [False, True])
 @pytest.mark.parametrize("host_kv_gib", [0.0, 0.01])
-def test_preempted_requests_resume(tiny: Path, oracle: Oracle, host_kv_gib: float) -> None:
+def test_preempted_requests_resume(tiny: Path, oracle: Oracle, host_kv_gib: float, drop_in_decode: bool) -> None:
     """Pools hold two of these prompts, so that some wait, and outputs preempt requests."""
-    prompts = prompts_of(150, 120, 100, 140)
-    with engine(tiny, "3", csa(), num_gpu_blocks_override=6, host_kv_gib=host_kv_gib) as llm:
+    prompts, settings = prompts_of(150, 120, 100, 140), csa(drop_in_decode=drop_in_decode)
+    with engine(tiny, "3", settings, num_gpu_blocks_override=6, host_kv_gib=host_kv_gib) as llm:
         for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
             assert_exact(output, oracle.complete(prompt, 6))
         assert num_free_blocks(llm) == [6] * 3

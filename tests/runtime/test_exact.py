@@ -51,12 +51,18 @@ SHARING = {
     "tp": (1, 2),
     "pp": (1, 2),
     "exchange": ("auto", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain"),
-    "variant": ("", "dense", "weights=host", "weights=peers", "home=computed"),
+    "variant": ("", "dense", "weights=host", "weights=peers", "home=computed", "micro_partitions=3"),
     "layout": ("zigzag", "striped", "contiguous", "uneven"),
     "decode": DECODES,
     "rotate": ("block", "token"),
 }
-VARIANTS = {"dense": "gather_kv", "weights=host": "alltoall", "weights=peers": "alltoall", "home=computed": "chain"}
+VARIANTS = {
+    "dense": "gather_kv",
+    "weights=host": "alltoall",
+    "weights=peers": "alltoall",
+    "home=computed": "chain",
+    "micro_partitions=3": "gather_hidden",
+}
 
 
 def is_legal(row: Row) -> bool:

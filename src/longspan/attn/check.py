@@ -30,7 +30,7 @@ from torch import Tensor
 from longspan.attn.backends import Partial, backend_of
 from longspan.attn.comm import Group, hidden_hops
 from longspan.attn.exchanges import Call, attention_exchange
-from longspan.attn.gather_hidden import GatherHidden
+from longspan.attn.gather_hidden import AttendPiece, GatherHidden
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
@@ -62,6 +62,8 @@ def _checked() -> dict[str, Exchange]:
         checked[kind.kind] = kind
         if "dense" in kind.traits.parameters:
             checked[f"{kind.kind}, dense"] = kind._replace(dense=True)
+        if "micro_partitions" in kind.traits.parameters:
+            checked[f"{kind.kind}, x4"] = kind._replace(micro_partitions=4)
     return checked
 
 
@@ -190,7 +192,7 @@ def _exit_with_parent() -> None:
 
 
 def attend(call: Call) -> Tensor:
-    if call.exchange == GATHER_HIDDEN:
+    if call.exchange.kind == GATHER_HIDDEN.kind:
         return _gather_hidden(call)
     attention_exchange(call.exchange).attend(call)
     return call.out
@@ -198,17 +200,22 @@ def attend(call: Call) -> Tensor:
 
 def _gather_hidden(call: Call) -> Tensor:
     """Exchange queries, keys and values instead of hidden states and projections."""
-    spec, shared = call.spec, GatherHidden(call.group, call.parts, call.kv, call.spec)
+    spec, num_pieces = call.spec, call.exchange.hidden_pieces
+    shared = GatherHidden(call.group, call.parts, call.kv, spec, num_pieces=num_pieces)
     hidden = torch.cat([call.q, call.k, call.v]).transpose(0, 1)
-    gathered = shared.gather(hidden.flatten(1)).view(-1, *hidden.shape[1:]).transpose(0, 1)
-    q, k, v = gathered.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads])
     heads, kv_heads = (slice(x.start, x.stop) for x in (shared.share.heads, shared.share.kv_heads))
-    out, *stored = shared.attend(q[heads], k[kv_heads], v[kv_heads])
-    assert all(torch.equal(*pair) for pair in zip(stored, (call.k, call.v), strict=True))
-    partial_sums = q.new_zeros(q.shape)
-    partial_sums[heads] = out
-    own = shared.scatter(partial_sums.transpose(0, 1).flatten(1))
-    return own.view(-1, spec.num_heads, spec.head_dim).transpose(0, 1)
+
+    def project(_: int, gathered: Tensor, attend_piece: AttendPiece) -> Tensor:
+        tokens = gathered.view(-1, *hidden.shape[1:]).transpose(0, 1)
+        q, k, v = tokens.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads])
+        partial_sums: Tensor = q.new_zeros(q.shape)
+        partial_sums[heads] = attend_piece(q[heads], k[kv_heads], v[kv_heads])
+        return partial_sums.transpose(0, 1).flatten(1)
+
+    own, keys, values = shared.compute(hidden.flatten(1), project)
+    assert torch.equal(keys, call.k) and torch.equal(values, call.v)
+    own = own[:, : spec.num_heads * spec.head_dim]  # without tokens it is as wide as the hidden states
+    return own.reshape(-1, spec.num_heads, spec.head_dim).transpose(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attn.comm import Group, Message
+from longspan.attn.comm import Group, Message, Pending
 from longspan.core.splits import cut_evenly
 
 
@@ -27,25 +27,37 @@ class Gathering:
 
     def __init__(self, group: Group, blocks: Sequence[Message], *, hop: int = 0) -> None:
         self._group, self._blocks, self._hop = group, blocks, hop
-        self._first = group.start(
+        self._spread: list[Pending] = []
+        self._first: Pending | None = group.start(
             sends=dict.fromkeys(_receivers(group, group.rank), blocks[group.rank]),
             receives={owner: blocks[owner] for owner in group.peers if group.rank in _receivers(group, owner)},
             hop=hop,
         )
 
-    def wait(self) -> None:
-        """Wait until all blocks have arrived. Blocks of other hosts are spread on this host now."""
-        self._first.wait()
+    def pass_on(self) -> None:
+        """Wait for the blocks of other hosts, and start to spread them on this host. Without such blocks, return.
+
+        `wait` does it if it was not called.
+        """
         group, blocks = self._group, self._blocks
-        here, neighbours, pending = group.hosts[group.rank], _neighbours(group), []
+        here, neighbours = group.hosts[group.rank], _neighbours(group)
+        if self._first is None or not neighbours or len(set(group.hosts)) == 1:
+            return
+        self._first.wait()
+        self._first = None
         for owner in group.peers:
-            if group.hosts[owner] != here and neighbours:
+            if group.hosts[owner] != here:
                 carrier = _partner(group, owner, here)
                 sends = dict.fromkeys(neighbours, blocks[owner]) if carrier == group.rank else {}
                 receives = {} if carrier == group.rank else {carrier: blocks[owner]}
-                pending.append(group.start(sends=sends, receives=receives, hop=self._hop + 1 + owner))
-        for transfer in pending:
-            transfer.wait()
+                self._spread.append(group.start(sends=sends, receives=receives, hop=self._hop + 1 + owner))
+
+    def wait(self) -> None:
+        """Wait until all blocks have arrived."""
+        self.pass_on()
+        for transfer in (self._first, *self._spread):
+            if transfer is not None:
+                transfer.wait()
 
 
 def gather_rows(group: Group, rows: Tensor, counts: Sequence[int], *, hop: int = 0) -> Tensor:
@@ -57,7 +69,12 @@ def gather_rows(group: Group, rows: Tensor, counts: Sequence[int], *, hop: int =
 
 
 def reduce_scatter(group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> Tensor:
-    """Return the sum of all members' blocks for this member, in the type of the blocks.
+    """Return the sum of all members' blocks for this member, see `ReduceScatter`."""
+    return ReduceScatter(group, blocks, hop=hop).wait()
+
+
+class ReduceScatter:
+    """The sum of all members' blocks for each member, in the type of the blocks. It runs until `wait`.
 
     Sums are float32. The members of a host add up their blocks, and send the sum, rounded to the type of the blocks.
 
@@ -65,20 +82,43 @@ def reduce_scatter(group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> T
         blocks: this member's term of each member's sum. All members have the same shapes and type.
         hop: the first of two hops.
     """
-    rank, here, neighbours = group.rank, group.hosts[group.rank], _neighbours(group)
-    collected = {member: _collects(group, member) for member in (rank, *neighbours)}
-    sends = {member: Message.of([blocks[owner] for owner in collected[member]]) for member in neighbours}
-    receives = {member: _empty([blocks[owner] for owner in collected[rank]]) for member in neighbours}
-    group.start(sends=sends, receives=receives, hop=hop).wait()
-    sums = {owner: blocks[owner].float() for owner in collected[rank]}
-    for message in receives.values():
-        for owner, block in zip(collected[rank], message.tensors, strict=True):
-            sums[owner] = sums[owner] + block
-    dtype = blocks[rank].dtype
-    sends = {owner: Message.of([total.to(dtype)]) for owner, total in sums.items() if owner != rank}
-    receives = {_partner(group, rank, host): _empty([blocks[rank]]) for host in sorted(set(group.hosts) - {here})}
-    group.start(sends=sends, receives=receives, hop=hop + 1).wait()
-    return sum((message.tensors[0] for message in receives.values()), sums[rank]).to(dtype)
+
+    def __init__(self, group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> None:
+        self._group, self._blocks, self._hop = group, blocks, hop
+        neighbours = _neighbours(group)
+        collected = {member: _collects(group, member) for member in (group.rank, *neighbours)}
+        self._owners = collected[group.rank]
+        sends = {member: Message.of([blocks[owner] for owner in collected[member]]) for member in neighbours}
+        self._near = {member: _empty([blocks[owner] for owner in self._owners]) for member in neighbours}
+        self._near_pending = group.start(sends=sends, receives=self._near, hop=hop)
+        self._far: dict[int, Message] = {}
+        self._sum: Tensor | None = None
+        if len(set(group.hosts)) == group.size:  # on all members, so that all make their calls in the same order
+            self.pass_on()
+
+    def pass_on(self) -> None:
+        """Wait for the blocks of this host's members, add them up, and start to send the sums to other hosts."""
+        if self._sum is not None:
+            return
+        group, blocks, rank = self._group, self._blocks, self._group.rank
+        self._near_pending.wait()
+        sums = {owner: blocks[owner].float() for owner in self._owners}
+        for message in self._near.values():
+            for owner, block in zip(self._owners, message.tensors, strict=True):
+                sums[owner] = sums[owner] + block
+        self._sum, dtype = sums[rank], blocks[rank].dtype
+        sends = {owner: Message.of([total.to(dtype)]) for owner, total in sums.items() if owner != rank}
+        other_hosts = sorted(set(group.hosts) - {group.hosts[rank]})
+        self._far = {_partner(group, rank, host): _empty([blocks[rank]]) for host in other_hosts}
+        self._far_pending = group.start(sends=sends, receives=self._far, hop=self._hop + 1)
+
+    def wait(self) -> Tensor:
+        """Return this member's sum."""
+        self.pass_on()
+        assert self._sum is not None, "passed on"
+        self._far_pending.wait()
+        total = sum((message.tensors[0] for message in self._far.values()), self._sum)
+        return total.to(self._blocks[self._group.rank].dtype)
 
 
 def _neighbours(group: Group) -> list[int]:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol, Self
 import torch
 from torch import Tensor
 
+from longspan.core.sparse import MAX_PIECES
+
 if TYPE_CHECKING:
     from longspan.core.steps import Link
 
@@ -116,8 +118,8 @@ def gather_hops(size: int) -> int:
 
 
 def hidden_hops(size: int) -> int:
-    """Count the hops of a layer of `gather_hidden` in a group of `size` members. No exchange has more."""
-    return gather_hops(size) + 3
+    """Count the hops of a layer of `gather_hidden` in a group of `size` members, with all micro-partitions."""
+    return 1 + MAX_PIECES * (gather_hops(size) + 3)
 
 
 class Group:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longspan.attn.member import PartRuns, attend_runs, split_runs
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Run, SpanShards, coalesce, num_tokens, stretch
+from longspan.core.runs import Run, SpanShards, num_tokens, stretch
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
@@ -47,7 +47,7 @@ def attend_gathered(backend: AttentionBackend, part: GatheredPart, spec: AttnSpe
         q, runs = part.q[asking[0]], part.q_runs[asking[0]]
         part.out[asking[0]].copy_(attend_runs(backend, q, runs, k, v, keys, spec, dense=dense)[0])
         return
-    runs = coalesce(run for member_runs in part.q_runs for run in member_runs)
+    runs = (stretch(run for member_runs in part.q_runs for run in member_runs),)
     out, _ = attend_runs(backend, by_position(part.q_runs, part.q), runs, k, v, keys, spec, dense=dense)
     split_by_position(out, part.q_runs, part.out)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
@@ -21,6 +21,7 @@ from longspan.core.runs import Relation, Run, SpanShards, clip, num_tokens, rela
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
+    from longspan.attn.sparse.kept import KeptKeys
 
 Value = TypeVar("Value")
 PartRuns = Sequence[tuple[Run, ...]]
@@ -36,12 +37,14 @@ class MemberPart:
         q_runs: the positions of the queries of every member.
         kv_runs: the positions of the keys that every member holds, with the keys of this step.
         blocks: the blocks of this member's keys, in order of position. See `PagedKv.gather`.
+        kept: by layer, the keys that remain for decodes after a prompt with drops. It lasts as long as the request.
     """
 
     rows: slice
     q_runs: SpanShards
     kv_runs: SpanShards
     blocks: Sequence[int]
+    kept: dict[int, KeptKeys] = field(default_factory=dict, compare=False)
 
     @property
     def span_start(self) -> int | None:

@@ -17,7 +17,7 @@ from longspan.core.sparse import SparseSetting
 WeightSource = Literal["host", "peers"]
 """Unsharded weights come from the memory of the host, or from the other ranks of the instance."""
 
-Parameter = Literal["dense", "weights", "sparse"]
+Parameter = Literal["dense", "weights", "sparse", "micro_partitions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,14 @@ class Exchange(NamedTuple):
         dense: scores that causality hides are computed and masked instead of skipped.
         weights: every rank computes whole layers with unsharded weights from this source. None: its own shard.
         sparse: the setting of a sparse form, which drops unimportant distant tokens. None for exact kinds.
+        micro_partitions: pieces in which tokens are gathered, computed and scattered concurrently.
     """
 
     kind: str
     dense: bool = False
     weights: WeightSource | None = None
     sparse: SparseSetting | None = None
+    micro_partitions: int = 1
 
     def __str__(self) -> str:
         return f"{self.shown}_{self.weights}" if self.weights else self.shown
@@ -93,7 +95,8 @@ class Exchange(NamedTuple):
 
     @property
     def has_sparse_form(self) -> bool:
-        return self.kind in _SPARSE_FORMS
+        """Whether prompts have a sparse form."""
+        return self.kind in _SPARSE_FORMS and not _TRAITS[_SPARSE_FORMS[self.kind]].decodes
 
     def sparse_form(self, setting: SparseSetting) -> Exchange:
         """Return the sparse form of this exchange with a setting."""
@@ -102,9 +105,21 @@ class Exchange(NamedTuple):
 
     @property
     def exact_form(self) -> Exchange:
-        """The exact exchange of a sparse form, or the exchange itself."""
+        """The exact exchange of a sparse form or without micro-partitions, or the exchange itself."""
         exact = self.traits.sparse_form_of
-        return self if exact is None else Exchange(exact)
+        if exact is not None:
+            return Exchange(exact)
+        return self if self.micro_partitions == 1 else self._replace(micro_partitions=1)
+
+    @property
+    def is_priced_by_share(self) -> bool:
+        """Whether the seconds of prompts are predicted as a share of those of its exact form."""
+        return self.micro_partitions > 1 or (self.sparse is not None and not self.traits.decodes)
+
+    @property
+    def hidden_pieces(self) -> int:
+        """The micro-partitions of gathered hidden states. With several levels, the largest number counts."""
+        return self.micro_partitions if self.sparse is None else max(self.sparse.micro_partitions, default=1)
 
 
 _SPARSE_FORMS: dict[str, str] = {}
@@ -143,7 +158,9 @@ ALLTOALL = register_traits("alltoall", Traits(parameters=("weights",)))
 """Each member gets some heads of all tokens (SP-NTP, Ulysses)."""
 GATHER_KV = register_traits("gather_kv", Traits(parameters=("dense",)))
 """Every member gathers all keys and values (the papers' TSP baseline)."""
-GATHER_HIDDEN = register_traits("gather_hidden", Traits(level="layer", stores="after", decodes=False))
+GATHER_HIDDEN = register_traits(
+    "gather_hidden", Traits(level="layer", stores="after", decodes=False, parameters=("micro_partitions",))
+)
 """Hidden states are gathered, and outputs are summed and scattered (SP-TP, Megatron-SP)."""
 CHAIN = register_traits(
     "chain", Traits(layouts=("contiguous",), stores="after", decodes=False, keeps="later", skewed=True)
@@ -158,6 +175,8 @@ GATHER_HIDDEN_SPARSE = register_traits(
     Traits(level="layer", stores="after", decodes=False, parameters=("sparse",), sparse_form_of=GATHER_HIDDEN.kind),
 )
 """`gather_hidden` without attention to unimportant distant tokens."""
+RING_Q_SPARSE = register_traits("ring_q_sparse", Traits(parameters=("sparse",), sparse_form_of=RING_Q.kind))
+"""`ring_q` for single tokens, without the keys that were dropped in the prompt."""
 
 
 BUILT_IN = frozenset(_TRAITS)
@@ -189,7 +208,7 @@ def takers(parameter: Parameter) -> str:
 
 
 def with_sparse_form() -> tuple[Exchange, ...]:
-    """Return the exchanges that have a sparse form."""
+    """Return the exchanges that have a sparse form for prompts."""
     return tuple(one for one in exchanges() if one.has_sparse_form)
 
 

@@ -267,6 +267,10 @@ class Request:
     def owners(self) -> Owners:
         return Owners(table=self.table, group=self.group, block_size=self.block_size, rotation=self.rotation)
 
+    @property
+    def num_preemptions(self) -> int:
+        return self.metrics.num_preemptions
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that `num_tokens` tokens fill or begin, on all members if tokens rotate."""
         if self.rotation is not None:
@@ -332,7 +336,7 @@ class Request:
         kind = "decode" if part.start >= self.num_prompt else "partial_prefill" if part.start else "prefill"
         steps, exchange = self.metrics.exchanges.setdefault(kind, {}), part.exchange.shown
         steps[exchange] = steps.get(exchange, 0) + 1
-        if part.exchange.sparse is not None:
+        if part.exchange.sparse is not None and not part.exchange.traits.decodes:
             queries, keys = part.runs, self.owners.held(part.stop)
             if part.exchange.is_layerwise:  # every member has all tokens
                 queries, keys = ((coalesce(chain(*runs)),) for runs in (queries, keys))

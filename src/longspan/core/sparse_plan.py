@@ -272,6 +272,41 @@ def _blocks(counts: Mapping[Piece, Sequence[int]], bases: Mapping[Piece, Sequenc
     return tuple(found)
 
 
+@lru_cache(maxsize=4096)
+def decode_counts(
+    setting: SparseSetting, kv_runs: tuple[Run, ...], boundary: int, layer: int, heads: Heads
+) -> tuple[int, ...]:
+    """Return the keys before `boundary` that a decode reads of one member, by KV head. The layer drops tokens."""
+    last = boundary // setting.partition
+    pieces = _pieces(setting, 0, clip(kv_runs, 0, boundary))
+    return tuple(
+        sum(
+            setting.kept(piece.size, layer, heads.first + head, setting.level(last, piece.partition))
+            for piece in pieces
+        )
+        for head in range(heads.num_kv_heads)
+    )
+
+
+def decode_share(setting: SparseSetting, num_tokens: int, num_members: int, num_layers: int) -> float:
+    """Return the share of all keys that a decode reads, as the mean over layers and KV heads.
+
+    Each member has a partition. The first and the last layer read all keys.
+    """
+    if not setting.drop_in_decode:
+        return 1.0
+    last = min((num_tokens - 1) // setting.partition, num_members - 1)
+    far = sum(setting.partition * _mean_kept(setting, setting.level(last, other), num_layers) for other in range(last))
+    return (far + num_tokens - last * setting.partition) / num_tokens
+
+
+@lru_cache(maxsize=256)
+def _mean_kept(setting: SparseSetting, level: int, num_layers: int) -> float:
+    num_heads = max(map(len, setting.drop))
+    ratios = [setting.ratio(layer, head, level) for layer in range(1, num_layers - 1) for head in range(num_heads)]
+    return 1 - sum(ratios) / (num_layers * num_heads)
+
+
 @dataclass(frozen=True, slots=True)
 class SparseWork:
     """The work of one or more layers.
@@ -360,12 +395,14 @@ class Savings:
         num_levels: the maximum over parts.
         mean_drop_ratio: mean over layers, KV heads and levels from 2 on, including layers without drops.
         bytes_saved_share, attention_flops_saved_share: fractions of the same work without drops.
+        decode_reads_saved_share: the fraction of the keys of the prompt that each decode leaves out.
     """
 
     num_levels: int
     mean_drop_ratio: float
     bytes_saved_share: float
     attention_flops_saved_share: float
+    decode_reads_saved_share: float = 0.0
 
 
 def savings(
@@ -398,6 +435,7 @@ def savings(
         mean_drop_ratio=sum(ratios) / len(ratios),
         bytes_saved_share=1 - taken.num_bytes / full.num_bytes if full.num_bytes else 0.0,
         attention_flops_saved_share=1 - taken.num_pairs / full.num_pairs,
+        decode_reads_saved_share=1 - decode_share(setting, sum(map(num_tokens, kv_runs)), len(kv_runs), len(layers)),
     )
 
 

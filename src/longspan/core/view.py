@@ -31,6 +31,7 @@ class RequestView(Protocol):
         num_known: prompt and output tokens known so far.
         num_tokens: tokens that can be scheduled: the known tokens, and one token that a step in flight samples.
         num_scheduled, num_computed: tokens with KV after the emitted steps and loads, and after the completed ones.
+        num_preemptions: preemptions so far.
         max_tokens: maximum output tokens.
         was_admitted: it was admitted before, and may have lost its KV since.
         admission: number of its admission. Preemption picks the most recently admitted request.
@@ -100,6 +101,8 @@ class RequestView(Protocol):
     def max_cached(self) -> int: ...
     @property
     def sparse(self) -> SparseSetting | None: ...
+    @property
+    def num_preemptions(self) -> int: ...
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that `num_tokens` tokens fill or begin."""

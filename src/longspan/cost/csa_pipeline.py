@@ -50,6 +50,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         pairs_per_s: attended (query, key) pairs per second, counted for each head.
         qkv_s, linear_s: seconds per token and layer of the projections before and after attention.
         rest_s: R of §3.2.6, seconds per token of the prompt outside of attention, in all layers.
+        projected_s: the part of `rest_s` before and after attention, which `gather_hidden` computes by micro-partition.
+            0 if it is unknown.
     """
 
     inside: LinkSpeed
@@ -58,6 +60,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     qkv_s: float = 0.0
     linear_s: float = 0.0
     rest_s: float = 0.0
+    projected_s: float = 0.0
 
 
 class Members(NamedTuple):

@@ -188,9 +188,9 @@ class FittedCost:
         decoding: dict[tuple[tuple[int, ...], Exchange], float] = {}  # in order, so that sums are reproducible
         for part in forward.parts:
             if self._decodes_in(part):
-                is_first = (part.group, part.exchange) not in decoding
-                waits_s = self._fits_of(part).waits_s
-                decoding[part.group, part.exchange] = waits_s.get((len(part.group), part.exchange), 0.0)
+                exchange, waits_s = part.exchange.exact_form, self._fits_of(part).waits_s
+                is_first = (part.group, exchange) not in decoding
+                decoding[part.group, exchange] = waits_s.get((len(part.group), exchange), 0.0)
                 self._add_decode(part, starts, rest, prefilling, is_first=is_first)
         self._add_hosts(forward, rest)
         computing = {i for part in forward.parts for i, runs in zip(part.group, part.runs, strict=True) if runs}
@@ -207,16 +207,24 @@ class FittedCost:
     def _add_decode(
         self, part: Part, starts: dict[int, float], rest: dict[int, float], prefilling: set[int], *, is_first: bool
     ) -> None:
-        fit = self._fits_of(part).decodes[len(part.group), part.exchange]
+        fit = self._fits_of(part).decodes[len(part.group), part.exchange.exact_form]
         start_s = min(fit.start_s, self._alone.decodes[1, LOCAL].start_s)
         messages_s = fit.start_s - start_s if is_first else 0.0
-        context_s = messages_s + fit.context_s * part.start
+        context_s = messages_s + fit.context_s * part.start * self._read_share(part)
         for instance in part.group:
             if instance in prefilling:
                 rest[instance] += self._alone.times[1, LOCAL].fit.token_s + context_s
             else:
                 starts[instance] = max(starts[instance], start_s)
                 rest[instance] += fit.request_s + context_s
+
+    def _read_share(self, part: Part) -> float:
+        """Return the share of the keys that a decode reads."""
+        if part.exchange.sparse is None:
+            return 1.0
+        from longspan.core.sparse_plan import decode_share  # noqa: PLC0415 - few requests are sparse
+
+        return decode_share(part.exchange.sparse, part.stop, len(part.group), self.num_layers)
 
     def _add_hosts(self, forward: Forward, rest: dict[int, float]) -> None:
         """Add the copies of KV from hosts to devices. On a CPU the pools share the memory."""
@@ -231,7 +239,8 @@ class FittedCost:
 
     def _decodes_in(self, part: Part) -> bool:
         """Return whether a part counts as a decode: a single token, by an exchange with measured decodes."""
-        return part.stop - part.start == 1 and (len(part.group), part.exchange) in self._fits_of(part).decodes
+        kind = len(part.group), part.exchange.exact_form
+        return part.stop - part.start == 1 and kind in self._fits_of(part).decodes
 
     def _prefill_s(self, part: Part) -> float:
         new_tokens, group = part.stop - part.start, len(part.group)
@@ -241,10 +250,10 @@ class FittedCost:
         if key not in self._known:
             self._known[key] = self._of_prefill(part).seconds(new_tokens, part.start)
         seconds = self._known[key]
-        return seconds if part.exchange.sparse is None else seconds * self._sparse_share(part)
+        return seconds * self._sparse_share(part) if part.exchange.is_priced_by_share else seconds
 
     def _sparse_share(self, part: Part) -> float:
-        """Predict the time of a prompt with drops, relative to the exact exchange, which was measured."""
+        """Predict the time of a prompt with drops or micro-partitions, relative to the measured exact exchange."""
         from longspan.cost.csa_pipeline import Members  # noqa: PLC0415 - few prompts are sparse
         from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415
 

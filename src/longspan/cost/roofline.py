@@ -122,6 +122,14 @@ class Layer:
                 elementwise_s += self.stream_s(elements * (2 * self.bytes_per_element), self.efficiency.stream.rotary)
         return LayerSeconds(linear_s(self, tokens, shape.hidden_size, outputs, shape.bytes_per_element), elementwise_s)
 
+    def projections_s(self, tokens: float) -> float:
+        """Return the seconds of the products before and after attention, without the feed-forward layers."""
+        shape = self.model.attention
+        outputs = (self.heads + 2 * self.kv_heads) * shape.head_dim
+        width, element_bytes = self.heads * shape.head_dim, shape.bytes_per_element
+        into_s = linear_s(self, tokens, shape.hidden_size, outputs, element_bytes)
+        return into_s + linear_s(self, tokens, width, shape.hidden_size, element_bytes)
+
     def behind(self, tokens: float) -> LayerSeconds:
         """Return the seconds of the output projection, norm and feed-forward layers."""
         model, shape = self.model, self.model.attention

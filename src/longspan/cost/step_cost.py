@@ -23,6 +23,7 @@ from longspan.cost.forward import Breakdown, Roofline, rooflines
 from longspan.cost.topology import Devices
 
 if TYPE_CHECKING:
+    from longspan.core.sparse import SparseSetting
     from longspan.cost.csa_pipeline import Members, Rates
 
 _RATED_TOKENS = 16384
@@ -111,16 +112,39 @@ def wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepCo
 
 
 def sparse_share(part: Part, members: Members) -> float:
-    """Predict the time of a part with drops, relative to the same part by the exact exchange.
+    """Predict the time of a part with drops or micro-partitions, relative to the same part by the exact exchange.
 
     Each chunk of a prompt has the share of the whole prompt, so that chunks sum up to it. The length of the prompt is
     known from its last chunk, and before that from its partitions.
     """
     from longspan.cost.csa_price import time_share  # noqa: PLC0415 - few prompts are sparse
 
-    assert part.exchange.sparse is not None, f"{part.exchange} has a setting"
-    num_tokens = part.stop if part.sample is not None else part.exchange.sparse.partition * len(members.hosts)
+    num_tokens, sparse = part.stop, part.exchange.sparse
+    if part.sample is None and sparse is not None:
+        num_tokens = sparse.partition * len(members.hosts)
     return time_share(part.exchange, num_tokens, members)
+
+
+def rates_of_roofline(line: Roofline, hosts: tuple[int, ...], slow: float = 1.0) -> Rates:
+    """Return the speeds of each member of a prefill group on these hosts, slowed by the factor `slow`."""
+    from longspan.cost.csa_pipeline import LinkSpeed, Rates  # noqa: PLC0415 - few prompts are sparse
+
+    layer, topology, number = line.layer, line.topology, _RATED_TOKENS
+    shape, pairs = layer.model.attention, number * (number + 1) // 2
+    attended_s = attention_s(layer, Share(number, pairs, number**2, number), keys=number)
+    members, senders = len(hosts), max(Counter(hosts).values())
+    inside_s = slow * topology.inside.latency_s
+    between_s = slow * topology.between.collective_s * (len(set(hosts)) - 1).bit_length()
+    return Rates(
+        inside=LinkSpeed(layer.tp * topology.inside.bytes_per_s / slow, inside_s / max(1, senders - 1)),
+        between=LinkSpeed(
+            layer.tp * topology.between.flow(senders * min(layer.tp, topology.gpus_per_host)) / slow,
+            between_s / max(1, members - senders),
+        ),
+        pairs_per_s=shape.num_heads * pairs / attended_s / slow,
+        rest_s=slow * line.times([], {0: number}, {})[0].total_s / number / members,
+        projected_s=slow * shape.num_layers * layer.projections_s(number) / number / members,
+    )
 
 
 class RooflineCost:
@@ -222,24 +246,7 @@ class RooflineCost:
 
     def rates(self, hosts: tuple[int, ...], slow: float = 1.0) -> Rates:
         """Return the speeds of each member of a prefill group on these hosts, slowed by the factor `slow`."""
-        from longspan.cost.csa_pipeline import LinkSpeed, Rates  # noqa: PLC0415 - few prompts are sparse
-
-        line, number = self.lines[0], _RATED_TOKENS
-        layer, topology, shape = line.layer, line.topology, self._model.attention
-        pairs = number * (number + 1) // 2
-        attended_s = attention_s(layer, Share(number, pairs, number**2, number), keys=number)
-        members, senders = len(hosts), max(Counter(hosts).values())
-        inside_s = slow * topology.inside.latency_s
-        between_s = slow * topology.between.collective_s * (len(set(hosts)) - 1).bit_length()
-        return Rates(
-            inside=LinkSpeed(layer.tp * topology.inside.bytes_per_s / slow, inside_s / max(1, senders - 1)),
-            between=LinkSpeed(
-                layer.tp * topology.between.flow(senders * min(layer.tp, topology.gpus_per_host)) / slow,
-                between_s / max(1, members - senders),
-            ),
-            pairs_per_s=shape.num_heads * pairs / attended_s / slow,
-            rest_s=slow * line.times([], {0: number}, {})[0].total_s / number / members,
-        )
+        return rates_of_roofline(self.lines[0], hosts, slow)
 
     def _layers_and_heads_s(self, forward: Forward) -> tuple[dict[int, float], dict[int, float]]:
         """Return the seconds of all layers, and of the output head, of each instance."""
@@ -278,11 +285,11 @@ class RooflineCost:
             if part.stop - part.start == 1:
                 single = decodes.get((group, exchange))
                 if single is None:
-                    single = decodes[group, exchange] = _Decodes(group)
+                    single = decodes[group, exchange] = _Decodes(group, exchange.sparse, self.num_layers)
                 tokens[single.add(part)] += 1
                 continue
-            # Chains, and prompts with drops, are not merged.
-            is_alone = exchange.sparse is not None or exchange.traits.skewed
+            # Chains, and prompts with drops or micro-partitions, are not merged.
+            is_alone = exchange.is_priced_by_share or exchange.traits.skewed
             prompts.setdefault((group, exchange, part.request_id if is_alone else -1), []).append(part)
         channels = [single.channel(exchange) for (_, exchange), single in decodes.items()]
         for parts in prompts.values():
@@ -292,18 +299,21 @@ class RooflineCost:
                 tokens[instance] += queries
         times = self._line(forward.parts[0].group[0]).times(channels, tokens, sampled)
         for parts, channel in zip(prompts.values(), channels[len(decodes) :], strict=True):
-            if parts[0].exchange.sparse is not None:
+            if parts[0].exchange.is_priced_by_share:
                 self._take_share(parts[0], channel, times)
         self._wait_for_hosts(forward, times)
         return times, channels
 
     def _take_share(self, part: Part, channel: Channel, times: dict[int, Breakdown]) -> None:
-        """Reduce the times of an exact channel to the fraction of its sparse form."""
+        """Reduce the times of an exact channel to the fraction of its form with drops or micro-partitions."""
         line = self._line(part.group[0])
         hosts = tuple([line.topology.hosts[instance] for instance in part.group])
         share = sparse_share(part, self._members(hosts))
         tokens = dict(zip(channel.group, channel.shares.queries, strict=True))
         for instance, alone in line.times([channel], tokens, {}).items():
+            if part.exchange.sparse is None:  # only messages are hidden
+                times[instance] += Breakdown(exchange_s=(share - 1) * alone.total_s)
+                continue
             saved = {name: (share - 1) * seconds for name, seconds in alone.as_dict().items()}
             times[instance] += Breakdown(**saved)
 
@@ -343,16 +353,22 @@ def computed_tokens(forward: Forward) -> Counter[int]:
 class _Decodes:
     """Single tokens of several requests in one group by one exchange."""
 
-    def __init__(self, group: tuple[int, ...]) -> None:
-        self._group = group
+    def __init__(self, group: tuple[int, ...], sparse: SparseSetting | None, num_layers: int) -> None:
+        self._group, self._sparse, self._num_layers = group, sparse, num_layers
         self._queries = dict.fromkeys(group, 0)
-        self._keys = dict.fromkeys(group, 0)
+        self._keys: dict[int, float] = dict.fromkeys(group, 0)
 
     def add(self, part: Part) -> int:
         instance = next(compress(self._group, part.runs))
         self._queries[instance] += 1
-        self._keys[instance] += part.stop
+        self._keys[instance] += part.stop if self._sparse is None else self._num_kept(self._sparse, part.stop)
         return instance
+
+    def _num_kept(self, setting: SparseSetting, num_tokens: int) -> float:
+        """Return the keys that a decode reads after a prompt with drops."""
+        from longspan.core.sparse_plan import decode_share  # noqa: PLC0415 - few requests are sparse
+
+        return num_tokens * decode_share(setting, num_tokens, len(self._group), self._num_layers)
 
     def channel(self, exchange: Exchange) -> Channel:
         seen = tuple(self._keys.values())

@@ -100,7 +100,7 @@ class GroupParts:
             stop=start + 1,
             runs=shard_span("single", start, start + 1, len(group), head=owner),
             block_owners=block_owners,
-            exchange=RING_Q if request.hosted else self._decoding,
+            exchange=self._of_step(RING_Q if request.hosted else self._decoding, request, 1, len(group)),
             rotation=rotation,
         )
 
@@ -193,8 +193,13 @@ class GroupParts:
         )
 
     def _of_step(self, exchange: Exchange, request: RequestView, num_tokens: int, members: int) -> Exchange:
-        if request.sparse is not None and exchange.has_sparse_form and num_tokens > 1:
-            return exchange.sparse_form(request.sparse)
+        sparse = request.sparse
+        if sparse is not None and exchange.has_sparse_form and num_tokens > 1:
+            return exchange.sparse_form(sparse)
+        if sparse is not None and sparse.drop_in_decode and exchange == RING_Q and num_tokens == 1:
+            # After a preemption, KV may be on other members, which do not know the dropped tokens.
+            keeps_members = not request.hosted and not request.num_preemptions
+            return exchange.sparse_form(sparse) if keeps_members else exchange
         return self.chooser.of_step(exchange, num_tokens, members)
 
     def _shape(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from longspan.core.exchange import BUILT_IN, RING_Q, Exchange, decoding, exchange_of, exchanges, takers
 from longspan.core.exchange_plugins import exchange_names
+from longspan.core.sparse import MAX_PIECES
 from longspan.cost.partition_table import parse_fractions
 from longspan.errors import ParameterError
 from longspan.policy.shards import Shape
@@ -38,6 +39,8 @@ class SharingOptions:
         weights: with `alltoall` and tensor parallelism, every rank prefills with the unsharded weights of a layer. It
             copies them from the `host`, which CPUs map, or from the `peers` of its instance. `auto` does so if it sends
             fewer bytes than summing outputs, and takes the quicker source.
+        micro_partitions: with `gather_hidden`, the pieces in which hidden states are gathered, while earlier ones are
+            computed. A file of `csa` has its own.
         home: the members that keep the KV of a chain. `last` keeps all KV on the last instance while it has free
             blocks, and decodes there alone. `computed` keeps each token where it was computed. `auto` is last.
         rotate: the owner of new tokens of a decode. `block` gives the next block to the member with the fewest blocks.
@@ -52,6 +55,7 @@ class SharingOptions:
     fractions: str = ""
     dense: bool = False
     weights: Literal["auto", "host", "peers"] = "auto"
+    micro_partitions: int = 1
     home: Literal["auto", "last", "computed"] = "auto"
     rotate: Literal["block", "token"] = "block"
 
@@ -72,11 +76,20 @@ class SharingOptions:
             raise ParameterError("dense", f"is for exchange {takers('dense')}, {but_given}", self.dense)
         if self.weights != "auto" and "weights" not in parameters:
             raise ParameterError("weights", f"are for exchange {takers('weights')}, {but_given}", self.weights)
+        self._check_micro_partitions(parameters, but_given)
         if self.home != "auto" and traits is not None and traits.keeps != "later":
             able = ", ".join(exchange.kind for exchange in exchanges() if exchange.traits.keeps == "later")
             raise ParameterError("home", f"is for exchange {able}, {but_given}", self.home)
         if self.fractions:
             parse_fractions(self.fractions)
+
+    def _check_micro_partitions(self, parameters: Collection[str], but_given: str) -> None:
+        number = self.micro_partitions
+        if not 1 <= number <= MAX_PIECES:
+            raise ParameterError("micro_partitions", f"must be from 1 to {MAX_PIECES}, but {number} given", number)
+        if number > 1 and "micro_partitions" not in parameters:
+            problem = f"are for exchange {takers('micro_partitions')}, {but_given}"
+            raise ParameterError("micro_partitions", problem, number)
 
     @classmethod
     def of(cls, options: object, **changes: Any) -> Self:  # noqa: ANN401 - a value for any field
@@ -121,4 +134,6 @@ class SharingOptions:
     @cached_property
     def wanted(self) -> Exchange | None:
         """The exchange of prefill. None if it is chosen for each step."""
-        return None if self.exchange == "auto" else exchange_of(self.exchange)._replace(dense=self.dense)
+        if self.exchange == "auto":
+            return None
+        return exchange_of(self.exchange)._replace(dense=self.dense, micro_partitions=self.micro_partitions)

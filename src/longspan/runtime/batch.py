@@ -30,6 +30,7 @@ from longspan.runtime.unknown_tokens import UnknownToken
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
+    from longspan.attn.sparse.kept import KeptKeys
     from longspan.model.files import ModelFiles
     from longspan.model.info import ModelInfo
     from longspan.runtime.grammar import GrammarMatcher, Vocabulary
@@ -159,7 +160,7 @@ def pack(
     for part in parts:
         if instance in part.group:
             first_row = shares[-1].rows.stop if shares else 0
-            shares.append(_own_part(part, requests.apply(part).table, instance, block_size, first_row, host))
+            shares.append(_own_part(part, requests.apply(part), instance, block_size, first_row, host))
     last_rows = {share.part.request_id: share.rows.stop - 1 for share in shares}
     samples = [(share.part, share.part.sample) for share in shares if share.part.sample]
     sampled = [(part, sample) for part, sample in samples if sample.instance == instance]
@@ -187,8 +188,8 @@ def pack(
 
 
 def _layerwise_last(part: Part) -> tuple[int, str, tuple[int, ...]]:
-    """Sort key: parts of layerwise exchanges come last, ordered by exchange and group."""
-    return (1, str(part.exchange), part.group) if part.exchange.is_layerwise else (0, "", ())
+    """Sort key: parts of layerwise exchanges come last, ordered by exchange, with its parameters, and group."""
+    return (1, repr(part.exchange), part.group) if part.exchange.is_layerwise else (0, "", ())
 
 
 class OwnPart(NamedTuple):
@@ -224,20 +225,22 @@ class OwnPart(NamedTuple):
 
 
 def _own_part(
-    part: Part, table: list[BlockRef], instance: int, block_size: int, first_row: int, host: HostPool | None
+    part: Part, request: RankRequest, instance: int, block_size: int, first_row: int, host: HostPool | None
 ) -> OwnPart:
+    table = request.table
     owners = Owners(table=table, group=part.group, block_size=block_size, rotation=part.rotation)
     me = part.group.index(instance)
     own = part.runs[me]
     rows = slice(first_row, first_row + num_tokens(own))
-    member = MemberPart(rows=rows, q_runs=part.runs, kv_runs=owners.held(part.stop), blocks=owners.blocks(instance))
+    kv_runs, blocks = owners.held(part.stop), owners.blocks(instance)
+    member = MemberPart(rows=rows, q_runs=part.runs, kv_runs=kv_runs, blocks=blocks, kept=request.kept)
     hosted = None
     if part.hosted:
         from longspan.core.hosts import shares_of_hosts  # noqa: PLC0415 - only for requests with host-resident keys
 
         assert host is not None and part.exchange.traits.reads_hosts, f"{part.exchange} reads no host"
-        runs, blocks = shares_of_hosts(table, [host.pool_of(i) for i in part.group], part.hosted, block_size)
-        hosted = MemberPart(rows=rows, q_runs=part.runs, kv_runs=runs, blocks=blocks[me])
+        runs, on_hosts = shares_of_hosts(table, [host.pool_of(i) for i in part.group], part.hosted, block_size)
+        hosted = MemberPart(rows=rows, q_runs=part.runs, kv_runs=runs, blocks=on_hosts[me])
     stored: Sequence[Run] = own
     if part.exchange.traits.keeps == "later":  # after the exchange, a member has all new tokens up to its own
         ends = (run.stop for runs in part.runs[: me + 1] for run in runs)
@@ -355,6 +358,7 @@ class RankRequest:
         num_counted: number of output tokens in `history` and `matcher`.
         last_token: the token sampled last that the host has read. -1 before the first.
         on_device: the token sampled last, if the host has not read it: a tensor on the device, and the index in it.
+        kept: see `MemberPart`.
     """
 
     sampling: Sampling
@@ -364,6 +368,7 @@ class RankRequest:
     num_counted: int = 0
     last_token: int = -1
     on_device: tuple[Tensor, int] | None = None
+    kept: dict[int, KeptKeys] = field(default_factory=dict)
 
     @property
     def reads_tokens(self) -> bool:

@@ -73,7 +73,7 @@ class PromptAttention:
     def add_gathered(self, parts: Sequence[GatheredPart], spec: AttnSpec) -> None:
         """Add a layer of an exchange that gathers all queries and keys of some heads on this member."""
         for request_id, part in zip(self._request_ids, parts, strict=True):
-            if request_id not in self._spans:
+            if request_id not in self._spans or not any(part.q_runs):
                 continue
             rows, at = self._rated(part.q_runs, request_id)
             q = torch.cat([queries[:, own] for queries, own in zip(part.q, rows, strict=True)], dim=1)

@@ -9,7 +9,7 @@ from typing import Self
 
 from torch import Tensor
 
-from longspan.attn.comm import ALONE, Group, Transport, hidden_hops
+from longspan.attn.comm import ALONE, Group, Transport, gather_hops, hidden_hops
 from longspan.core.cluster import Cluster
 from longspan.core.sparse import SPARSE_HOPS
 from longspan.core.steps import Link
@@ -70,7 +70,8 @@ class StepComm:
         self.sent: Counter[tuple[str, Link]] = Counter()
         self._lanes, self._cluster = lanes, cluster
         self._instance, self._stage, self._shard = cluster.at(rank)
-        self._num_layers, self._hops = num_layers, max(hidden_hops(cluster.num_ranks), SPARSE_HOPS) + _RATING_HOPS
+        exchange_hops = max(hidden_hops(cluster.num_instances), SPARSE_HOPS)
+        self._num_layers, self._hops = num_layers, max(exchange_hops, gather_hops(cluster.num_ranks)) + _RATING_HOPS
         self._num_stages = cluster.pp(self._instance)
         self._num_inside = 0
         per_step = 2 * (num_layers + 1) * _CHANNELS * self._hops  # 2: `inside` may need more groups than channels

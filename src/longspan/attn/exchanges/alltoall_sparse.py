@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from longspan.attn.comm import Message, Pending
 from longspan.attn.exchanges import Call, exchange
 from longspan.attn.member import empty_partials, partials_of
@@ -20,23 +22,45 @@ from longspan.core.sparse import MAX_PIECES, RESULTS_HOP, TOKENS_HOP, SparseSett
 @exchange(ALLTOALL_SPARSE)
 def alltoall_sparse(call: Call) -> None:
     """Compute attention like `alltoall`, without the tokens that the setting drops."""
-    attend_levels(call, [call.gathered(part, part.kv_runs[call.group.rank]) for part in call.parts])
+    stored = [call.gathered(part, part.kv_runs[call.group.rank]) for part in call.parts]
+    parts, lses = attend_levels(call, stored, rated_keys(call))
+    if call.exchange.sparse is not None and call.exchange.sparse.drop_in_decode:
+        for part in parts:
+            part.keep()
+    rate_later(call, parts, lses)
 
 
-def attend_levels(call: Call, stored: Sequence[KeysAndValues]) -> None:
-    """Compute attention like `alltoall`, level by level.
+def rated_keys(call: Call) -> Sequence[Tensor] | None:
+    """Wait for the ratings `[kv_heads, keys]` of each part's keys on this member. None if the layer drops nothing."""
+    ratings = call.parts.memory.pop(Ratings, None)
+    if not isinstance(ratings, Ratings):
+        return None
+    all_ratings = ratings.of_keys()
+    return None if call.layer in (0, call.num_layers - 1) else all_ratings
+
+
+def rate_later(call: Call, parts: Sequence[SparsePart], lses: Sequence[Tensor]) -> None:
+    """Start to rate the keys for the next layer, if that layer drops tokens."""
+    if call.layer + 1 in call.layers and call.layer + 1 != call.num_layers - 1:
+        call.parts.memory[Ratings] = Ratings(call, parts, lses)
+
+
+def attend_levels(
+    call: Call, stored: Sequence[KeysAndValues], ratings: Sequence[Tensor] | None
+) -> tuple[list[SparsePart], list[Tensor]]:
+    """Compute attention like `alltoall`, level by level. Return the log-sum-exps `[heads, queries]` of each part.
 
     Near tokens are sent and attended first. Distant tokens and results are sent meanwhile (CSPS §3.2.5).
 
     Args:
         stored: for each part the keys and values `[kv_heads, tokens, head_dim]` that this member holds.
+        ratings: `[kv_heads, tokens]` of each part. None keeps all tokens.
     """
-    setting, memory = call.exchange.sparse, call.parts.memory
+    setting = call.exchange.sparse
     assert setting is not None and call.spec.window is None, "layers with a window have no distant tokens to drop"
-    ratings = memory.pop(Ratings, None)
-    all_ratings = ratings.of_keys() if isinstance(ratings, Ratings) else [None] * len(call.parts)
-    if ratings is None or call.layer in (0, call.num_layers - 1):
+    if ratings is None:
         setting = setting.exact
+    all_ratings: Sequence[Tensor | None] = [None] * len(call.parts) if ratings is None else ratings
     each = zip(call.parts, stored, all_ratings, strict=True)
     parts = [SparsePart(call, setting, part, kv, part_ratings) for part, kv, part_ratings in each]
     tokens = _Tokens(call, setting, parts)
@@ -58,9 +82,7 @@ def attend_levels(call: Call, stored: Sequence[KeysAndValues]) -> None:
                 part.finish_far(level, number, num_pieces, sources)
             results.send(level, number)
     results.receive()
-    lses = [part.finish() for part in parts]
-    if call.layer + 1 in call.layers and call.layer + 1 != call.num_layers - 1:
-        memory[Ratings] = Ratings(call, parts, lses)
+    return parts, [part.finish() for part in parts]
 
 
 class _Tokens:

@@ -11,6 +11,7 @@ from longspan.attn.backends import Partial, nothing_seen
 from longspan.attn.exchanges import Call
 from longspan.attn.member import MemberPart, attend_runs
 from longspan.attn.paged import KeysAndValues
+from longspan.attn.sparse.kept import record_kept
 from longspan.core.runs import Relation, positions
 from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import Block, Heads, Job, Piece, Sent, num_queries, sent, sparse_plan
@@ -344,6 +345,11 @@ class SparsePart:
         if self._setting.mode == "qkv":
             return nothing_seen(q)
         return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+    def keep(self) -> None:
+        """Record the keys of earlier partitions that decodes read, see `KeptKeys`."""
+        order = None if self._ratings is None else self._order
+        record_kept(self.part.kept, self.plan, self._setting, self._call.layer, self._rank, self._heads, order)
 
     def finish(self) -> Tensor:
         """Merge all levels into the output. Return the log-sum-exp `[heads, queries]`."""

@@ -72,7 +72,12 @@ class Csps(Policy, name="csps"):
         return range(2 if varies else max(2, largest), largest + 1)
 
     def _check(self, config: CsaConfig | None) -> None:
-        """Raise ParameterError unless the drop ratios fit the layers and KV heads of the model."""
+        """Raise ParameterError unless the settings fit the roles of instances, and the layers and KV heads."""
+        if config is not None and config.drop_in_decode and self._decode:
+            problem = (
+                "with drop_in_decode is for instances without roles, whose ranks know the dropped tokens: leave it out"
+            )
+            raise ParameterError("csa", problem, "drop_in_decode")
         if config is None or self._shape is None:
             return
         layers, heads = len(config.table()), {len(by_head) for by_head in config.table()}
@@ -122,6 +127,7 @@ class Csps(Policy, name="csps"):
             micro_partitions=config.pieces(),
             samples=config.samples,
             rate_by=config.rate_by,
+            drop_in_decode=config.drop_in_decode,
         )
 
     def _chosen(self, chooser: CsaChooser, num_prompt_tokens: int, members: int) -> CsaConfig:

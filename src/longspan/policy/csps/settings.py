@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from longspan.core.exchange import ALLTOALL, exchange_of, with_sparse_form
+from longspan.core.exchange import ALLTOALL, RING_Q, exchange_of, with_sparse_form
 from longspan.core.sparse import MAX_LEVELS, MAX_PIECES, DropMode, RateBy, is_tuned
 from longspan.core.sparse_plan import ratios_by_rule
 from longspan.cost.profile_key import Count
@@ -38,7 +38,7 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         levels: the number of levels. 1 drops nothing.
         micro_partitions: pieces in which tokens are sent, at all levels from 2 on or by level.
         samples: queries of each member that rate keys.
-        rate_by: as of `SparseSetting`.
+        rate_by, drop_in_decode: as of `SparseSetting`.
         drop: the ratio of level 2, which gives the ratios of further levels, or the ratios by level. A level without
             a ratio drops nothing.
     """
@@ -49,6 +49,7 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     micro_partitions: Pieces | dict[int, Pieces] = 1
     samples: Count = 64
     rate_by: RateBy = "layer"
+    drop_in_decode: bool = False
 
     def __post_init__(self) -> None:
         for name, given in (("drop", self.drop), ("micro_partitions", self.micro_partitions)):
@@ -122,16 +123,25 @@ class CspsOptions(ContextOptions):
             return
         if self.tuned is None:
             _ = CsaConfig.parse(self.csa).table()
-        for name, unset in (("weights", "auto"), ("fractions", "")):
+        for name, unset in (("weights", "auto"), ("fractions", ""), ("micro_partitions", 1)):
             if (value := getattr(self, name)) != unset:
                 problem = f"and csa exclude each other, but {value} given: leave one of them out"
                 raise ParameterError(name, problem, value)
         is_able = self.exchange != "auto" and exchange_of(self.exchange).has_sparse_form
+        self._check_decode()
         if not is_able or self.layout not in {"auto", "contiguous"}:
             given = f"layout {self.layout}" if is_able else f"exchange {self.exchange}"
             able = ", ".join(exchange.kind for exchange in with_sparse_form())
             problem = f"is for exchange {able} and layout contiguous, but {given} given: leave one of them out"
             raise ParameterError("csa", problem, _OFF)
+
+    def _check_decode(self) -> None:
+        """Raise ParameterError unless decodes know the dropped tokens, if these are to stay dropped."""
+        given = {"exchange": (self.exchange, ALLTOALL.kind), "decode": (self.decode, RING_Q.kind)}
+        for name, (value, able) in given.items() if self.config is not None and self.config.drop_in_decode else ():
+            if value != able:
+                problem = f"with drop_in_decode is for {name} {able}, but {value} given: leave one of them out"
+                raise ParameterError("csa", problem, value)
 
     def _check_partition(self) -> None:
         if self.partition == "auto":

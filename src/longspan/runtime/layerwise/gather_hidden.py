@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from longspan.attn.gather_hidden import GatherHidden
+from longspan.attn.gather_hidden import AttendPiece, GatherHidden, micro_partitions
 from longspan.runtime.batch import Channel
 from longspan.runtime.layerwise.layers import StepContext
 
@@ -16,7 +16,13 @@ class HiddenLayers:
 
     def __init__(self, context: StepContext, channels: Sequence[Channel]) -> None:
         self._context = context
-        self._arguments = {c.number: context.arguments(c, range(len(c.parts[0].q_runs))) for c in channels}
+        self._arguments = {
+            channel.number: [
+                context.arguments(channel, range(len(channel.members)), all_q_runs=piece)
+                for piece in micro_partitions(channel.parts, channel.exchange.hidden_pieces)
+            ]
+            for channel in channels
+        }
 
     def begin(self, layer: int) -> None: ...
 
@@ -24,21 +30,23 @@ class HiddenLayers:
         """Gather hidden states, compute this member's heads, and reduce-scatter the outputs."""
         context, gathered = self._context, self._gather_hidden(layer, channel)
         gathered.observe = None if channel.ratings is None else channel.ratings.add_gathered
+        arguments, share = self._arguments[channel.number], {"index": channel.rank, "size": len(channel.members)}
 
-        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with context.watch.during("attention"):
-                out, keys, values = gathered.attend(q, k, v)
-                channel.store(context.pool, layer, keys, values)
-                return out
+        def project(number: int, hidden: Tensor, attend_piece: AttendPiece) -> Tensor:
+            def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                with context.watch.during("attention"):
+                    return attend_piece(q, k, v)
 
-        arguments, share = self._arguments[channel.number][layer], {"index": channel.rank, "size": len(channel.members)}
-        partial = context.layers[layer].compute(gathered.gather(hidden), arguments, attend, **share)
-        return gathered.scatter(partial)
+            return context.layers[layer].compute(hidden, arguments[number][layer], attend, **share)
+
+        own, keys, values = gathered.compute(hidden, project)
+        channel.store(context.pool, layer, keys, values)
+        return own
 
     def _gather_hidden(self, layer: int, channel: Channel) -> GatherHidden:
-        context = self._context
+        context, num_pieces = self._context, channel.exchange.hidden_pieces
         group, kv = context.comm.channel(layer, channel), context.pool.layer(layer)
-        return GatherHidden(group, channel.parts, kv, context.model.specs[layer])
+        return GatherHidden(group, channel.parts, kv, context.model.specs[layer], num_pieces=num_pieces)
 
 
 class SparseHiddenLayers(HiddenLayers):
@@ -51,7 +59,7 @@ class SparseHiddenLayers(HiddenLayers):
         group, kv, model = context.comm.channel(layer, channel), context.pool.layer(layer), context.model
         return SparseGatherHidden(
             *(group, channel.parts, kv, model.specs[layer]),
-            setting=channel.exchange.sparse,
+            exchange=channel.exchange,
             layer=layer,
             num_layers=model.info.num_layers,
             layers=context.pool.layers,

@@ -6,7 +6,7 @@ The weights are a share of the heads for gathered tokens, or all heads where the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import positions
+from longspan.core.runs import SpanShards, positions
 from longspan.model.adapter import Model
 from longspan.model.shard import Shard
 from longspan.model.sharding import all_weights, head_counts
@@ -109,16 +109,23 @@ class StepContext:
     pool: KvPool
     watch: Stopwatch
 
-    def arguments(self, channel: Channel, members: Iterable[int], rows: slice = slice(None)) -> LayerArguments:
+    def arguments(
+        self,
+        channel: Channel,
+        members: Iterable[int],
+        rows: slice = slice(None),
+        all_q_runs: Sequence[SpanShards] | None = None,
+    ) -> LayerArguments:
         """Return the layers' arguments for the tokens of members, ordered by member, then by part.
 
-        `rows` selects some of these tokens.
+        `rows` selects some of these tokens. `all_q_runs` has the tokens of each part, by default all.
         """
+        all_q_runs = all_q_runs or [part.q_runs for part in channel.parts]
         tokens = [
             (position, length)
             for member in members
-            for part, length in zip(channel.parts, channel.rope_lengths, strict=True)
-            for position in positions(part.q_runs[member])
+            for q_runs, length in zip(all_q_runs, channel.rope_lengths, strict=True)
+            for position in positions(q_runs[member])
         ]
         row = torch.tensor(tokens[rows], dtype=torch.int64, device=self.model.module.device).view(-1, 2)
         return self.model.layer_arguments(*row.unbind(1))
