@@ -30,7 +30,7 @@ class Served:
         self.setup = SimpleNamespace(policy=self.policy, config=config, profile_key=KEY, facts=facts)
 
     def upkeep(self) -> Upkeep:
-        return Upkeep(cast(Any, self))
+        return Upkeep(cast(Any, self), tune_idle=False)
 
 
 @pytest.fixture(autouse=True)

@@ -115,7 +115,7 @@ class EngineLoop:
 
     def __init__(self, service: Service, setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> None:
         self._service, self._setup, self._socket = service, setup, socket
-        self._engine, self._upkeep = service.engine, Upkeep(service)
+        self._engine, self._upkeep = service.engine, Upkeep(service, tune_idle=setup.tune_idle)
         self._served: dict[int, _Served] = {}
         self._running: RunningRequests[_Served] = RunningRequests(service.engine)
         self._commands: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
@@ -154,10 +154,12 @@ class EngineLoop:
         else:
             self._engine.check_when_idle()
             self._send_outputs(messages.StepOutputs(), with_stats=True)  # a sign of life
-            # Raises if a worker is lost, returns if there is a command.
-            self._service.executor.poll(self._setup.engine_timeout_s / 4)
+            if not self._upkeep.tune():
+                # Raises if a worker is lost, returns if there is a command.
+                self._service.executor.poll(self._setup.engine_timeout_s / 4)
 
     def _handle(self, command: messages.Command) -> None:
+        self._upkeep.stop_tuning()
         match command:
             case messages.Add():
                 self._add(command)
@@ -345,6 +347,7 @@ class EngineLoop:
     def _restarted(self, *, is_changed: bool) -> None:
         """Report new workers, and another fleet if it has changed."""
         self._service.executor.wakeup = self._socket
+        self._upkeep.stop_tuning()  # a prompt that was running takes too long
         self._send(messages.Restarted())
         if is_changed:
             if self._resharding is not None:
