@@ -61,7 +61,11 @@ _STORED = Path(__file__).with_name("tetris_serving.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A model and its cluster."""
+    """A model and its cluster.
+
+    Attributes:
+        transfer_backends: backends of each decode instance. None: as many as prefill instances.
+    """
 
     model: str
     hosts: int
@@ -70,6 +74,7 @@ class Setup:
     unified: str
     largest: int
     fixed: tuple[int, ...]
+    transfer_backends: int | None = None
 
     @property
     def sizes(self) -> str:
@@ -150,6 +155,7 @@ class Systems:
             parallel=setup.unified if unified else None,
             prefill_parallel=None if unified else setup.prefill,
             decode_parallel=None if unified else setup.decode,
+            transfer_backends=None if unified else setup.transfer_backends,
         )
         scheduling = SchedulingArgs(policy=policy, policy_options=options, max_num_batched_tokens=32_768)
         return make_experiment(setup.model, cluster, scheduling)

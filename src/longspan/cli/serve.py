@@ -13,6 +13,7 @@ from longspan.args import EngineArgs
 from longspan.cli.options import LogSettings, ModelArgument, verb
 from longspan.cli.outputs import note
 from longspan.core.options import Option
+from longspan.errors import ParameterError
 from longspan.serve.settings import RequestLimits, ServerSettings
 
 if TYPE_CHECKING:
@@ -53,13 +54,16 @@ def serve(
     if not server.api_keys and (variable is not None or not _is_loopback(server.host)):
         words = "there is no --api-key" if variable is None else f"{_KEY} is empty, so there is no key"
         _log.warning("%s: any client that reaches %s port %d can send requests", words, server.host, server.port)
-    engine.resolve()  # raises mistakes here, before the engine core starts
+    resolved = engine.resolve()  # raises mistakes here, before the engine core starts
+    if server.tune_idle:
+        _check_tuning(engine, resolved.cluster.num_instances)
     setup = messages.EngineSetup(
         engine=replace(engine, model=model, seed=seed),
         max_num_queued_reqs=server.max_num_queued_reqs,
         max_num_queued_tokens=server.max_num_queued_tokens,
         engine_timeout_s=server.engine_timeout_s,
         max_worker_restarts=server.max_worker_restarts,
+        tune_idle=server.tune_idle,
         log_level=log.log_level,
         log_format=log.log_format,
     )
@@ -70,6 +74,15 @@ def serve(
     except errors.EngineLostError as error:
         note(str(error))
         return 1
+
+
+def _check_tuning(engine: EngineArgs, num_instances: int) -> None:
+    """Raise ParameterError if there are no chains whose partitions can be measured."""
+    partition = engine.all_policy_options().get("partition", "auto")
+    if engine.policy != "runahead" or num_instances == 1 or partition != "auto":
+        given = f"{engine.policy} with partition {partition} on {num_instances} given"
+        problem = "needs `policy` runahead with partition auto on 2 instances or more"
+        raise ParameterError("tune_idle", f"{problem}, but {given}: leave it out", True)
 
 
 def _is_loopback(host: str) -> bool:

@@ -20,12 +20,14 @@ class RequestOptions(TypedDict, total=False):
         choice, leader: for `params.n` outputs, add the first request, then the further choices with it as leader.
         grammar: the compiled `params.structured_outputs`, see `Sampling`.
         cache_salt: only requests with equal salts share KV.
+        enable_prefix_caching: whether it shares KV at all. True by default.
     """
 
     choice: int
     leader: Request | None
     grammar: str
     cache_salt: str
+    enable_prefix_caching: bool
 
 
 class Intake:
@@ -67,6 +69,7 @@ class Intake:
             grammar=options.get("grammar", ""),
             sparse=leader.sparse if leader else config.sparse(policy, len(prompt)),
             cache_salt=leader.cache_salt if leader else options.get("cache_salt", ""),
+            enable_prefix_caching=options.get("enable_prefix_caching", True),
             block_size=config.block_size,
             max_tokens=max_tokens if params.max_tokens is None else min(max_tokens, params.max_tokens),
             metrics=RequestMetrics(arrival_s=now_s),

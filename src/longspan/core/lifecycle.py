@@ -77,7 +77,8 @@ class Lifecycle:
             self._policy.resumed(request)
         else:
             request.metrics.scheduled_s = self._clock.now()
-            counts.num_prefix_queries += request.num_prompt if request.leader is None else 0
+            is_query = request.leader is None and request.enable_prefix_caching
+            counts.num_prefix_queries += request.num_prompt if is_query else 0
         if not waits:
             self._count_hit(request)
 

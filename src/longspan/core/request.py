@@ -84,6 +84,7 @@ class Request:
         grammar: the compiled grammar of the output, see `Sampling`.
         sparse: the sparse setting of its prefill. Part of the prefix keys.
         cache_salt: only requests with equal salts share KV. Empty without a salt. Part of the prefix keys.
+        enable_prefix_caching: its KV may be shared with other requests, if the engine shares any.
         stop_reason: the token of `stop_token_ids` that ended it. For `error`, the message.
         error: the kind of error. None for other ends.
         non_finite_from: the first position of the first part with hidden states that are NaN or infinite. None if all
@@ -102,6 +103,7 @@ class Request:
     grammar: str = ""
     sparse: SparseSetting | None = None
     cache_salt: str = ""
+    enable_prefix_caching: bool = True
     output: list[int] = field(default_factory=list)
     logits: list[bytes] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -43,12 +43,20 @@ class RunaheadOptions(LengthOptions):
 
 
 class Runahead(Context, name="runahead"):
-    """Shares long prompts in chains, whose pieces a table cuts."""
+    """Shares long prompts in chains, whose pieces a table cuts.
+
+    Attributes:
+        cuts: the pieces of chains.
+    """
 
     Options = RunaheadOptions
     reads_hosts = False
 
     def __init__(self, instances: tuple[int, ...], options: RunaheadOptions, facts: Facts) -> None:
-        cuts = ChainCuts(options.partition, facts, len(instances))
+        self.cuts = cuts = ChainCuts(options.partition, facts, len(instances))
         super().__init__(instances, options, facts, sharing=options.sharing, chain_cuts=cuts)
         self.whole_prompts = cuts.whole
+
+    def shares(self, num_tokens: int) -> bool:
+        """Return True if all instances share a prompt of this length."""
+        return self._by_length.num_members(num_tokens) == len(self.instances) > 1

@@ -21,6 +21,7 @@ from longspan.core.request import ContextLengthError, FinishReason, Request
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.running_requests import RunningRequests
 from longspan.serve import messages
+from longspan.serve.upkeep import Upkeep
 from longspan.service import Service
 from longspan.text.input_processor import EngineRequest
 from longspan.text.output_processor import RequestState
@@ -114,7 +115,7 @@ class EngineLoop:
 
     def __init__(self, service: Service, setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> None:
         self._service, self._setup, self._socket = service, setup, socket
-        self._engine = service.engine
+        self._engine, self._upkeep = service.engine, Upkeep(service, tune_idle=setup.tune_idle)
         self._served: dict[int, _Served] = {}
         self._running: RunningRequests[_Served] = RunningRequests(service.engine)
         self._commands: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
@@ -153,10 +154,12 @@ class EngineLoop:
         else:
             self._engine.check_when_idle()
             self._send_outputs(messages.StepOutputs(), with_stats=True)  # a sign of life
-            # Raises if a worker is lost, returns if there is a command.
-            self._service.executor.poll(self._setup.engine_timeout_s / 4)
+            if not self._upkeep.tune():
+                # Raises if a worker is lost, returns if there is a command.
+                self._service.executor.poll(self._setup.engine_timeout_s / 4)
 
     def _handle(self, command: messages.Command) -> None:
+        self._upkeep.stop_tuning()
         match command:
             case messages.Add():
                 self._add(command)
@@ -174,7 +177,7 @@ class EngineLoop:
                     self._service.stop_recording()
                 self._send(messages.Timeline(id, is_on))
             case messages.GetTimeline(id, seconds):
-                self._send(self._timeline(id, seconds))
+                self._send(_timeline(self._service, id, seconds))
             case messages.Quit():
                 self._quitting = True
 
@@ -197,14 +200,6 @@ class EngineLoop:
             self._send(messages.Failed(command.id, str(error)))
         except RuntimeError:
             self._send(messages.Failed(command.id, "another change is under way: repeat the request when it is done"))
-
-    def _timeline(self, number: int, last_s: float) -> messages.Timeline:
-        if (recorder := self._service.recorder) is None:
-            return messages.Timeline(number, is_on=False)
-        from longspan.extras.trace import chrome_trace  # noqa: PLC0415 - few servers are recorded
-
-        record = recorder.record(self._service.policy_settings.name, last_s=last_s)
-        return messages.Timeline(number, is_on=True, trace=chrome_trace([record]))
 
     def _add(self, command: messages.Add) -> None:
         number, engine_request = command.id, command.engine_request
@@ -265,6 +260,7 @@ class EngineLoop:
         if with_stats or now >= self._stats_due_s:
             self._stats_due_s = now + self._max_wait_s
             outputs.stats = stats_of(self._service, self._num_restarts)
+            self._upkeep.keep_traffic()
         elif not (outputs.deltas or outputs.progress):
             return
         self._send(outputs)
@@ -351,6 +347,7 @@ class EngineLoop:
     def _restarted(self, *, is_changed: bool) -> None:
         """Report new workers, and another fleet if it has changed."""
         self._service.executor.wakeup = self._socket
+        self._upkeep.stop_tuning()  # a prompt that was running takes too long
         self._send(messages.Restarted())
         if is_changed:
             if self._resharding is not None:
@@ -409,6 +406,15 @@ class EngineLoop:
 
     def _send(self, report: messages.Report) -> None:
         self._socket.send(self._encoder.encode(report))
+
+
+def _timeline(service: Service, number: int, last_s: float) -> messages.Timeline:
+    if (recorder := service.recorder) is None:
+        return messages.Timeline(number, is_on=False)
+    from longspan.extras.trace import chrome_trace  # noqa: PLC0415 - few servers are recorded
+
+    record = recorder.record(service.policy_settings.name, last_s=last_s)
+    return messages.Timeline(number, is_on=True, trace=chrome_trace([record]))
 
 
 def _cause_of_losses(error: WorkerLostError) -> str:

@@ -24,6 +24,7 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
             core sends `Stats` four times in it.
         max_worker_restarts: number of times that lost workers are replaced. Afterwards their instances are removed.
             None for no limit.
+        tune_idle: partitions of chains are measured while no request runs.
         log_level, log_format: see `logs.configure`.
     """
 
@@ -32,6 +33,7 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_tokens: int
     engine_timeout_s: float = 60.0
     max_worker_restarts: int | None = None
+    tune_idle: bool = False
     log_level: str = "info"
     log_format: str = "text"
 

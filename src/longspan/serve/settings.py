@@ -198,6 +198,10 @@ class ServerSettings:
             default="no limit",
         ),
     ] = None
+    tune_idle: Annotated[
+        bool,
+        _server("Measure missing partitions of chains for policy runahead while no request runs. A request stops it."),
+    ] = False
     timeout_keep_alive_s: Annotated[int, _server("Seconds a connection may be idle between requests.", minimum=1)] = 75
     request_timeout_s: Annotated[
         float | None, _timeout("Seconds a request may take. The header x-request-timeout can only shorten it.")

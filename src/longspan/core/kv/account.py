@@ -326,6 +326,8 @@ def _num_publishable(request: Request) -> int:
     The last sampled ids of an aborted request are unknown. Tokens that a `Rotation` has placed do not count, nor do
     blocks with KV that is not finite.
     """
+    if not request.enable_prefix_caching:
+        return 0
     num_tokens = min(request.num_computed, request.num_known)
     if request.rotation is not None:
         num_tokens = min(num_tokens, request.rotation.start)
