@@ -173,7 +173,7 @@ def test_members_without_kept_keys_are_not_asked(heads: tuple[int, int]) -> None
 
 
 def test_the_share_of_reads_is_that_of_the_counts() -> None:
-    """Four partitions of 16 tokens: the last is read, its neighbour by the ratio of level 2, the first two by that of level 3."""
+    """Of four partitions, the last is read. Its neighbour has the ratio of level 2, the first two that of level 3."""
     setting = SparseSetting(
         partition=16, segments=(1, 2), drop=((ratios_by_rule(0.25, 3),),), mode="kv", drop_in_decode=True
     )
