@@ -75,7 +75,7 @@ def copied(numbers: Sequence[object], dtype: torch.dtype, device: torch.device) 
 
 
 copied_once = lru_cache(maxsize=256)(copied)
-"""As `copied`, once for all layers of a step. The numbers are a tuple."""
+"""`copied`, once for all layers of a step. The numbers are a tuple."""
 
 
 def max_splits(num_items: int, num_queries: int, block_size: int) -> int:

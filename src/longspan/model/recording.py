@@ -22,7 +22,7 @@ _INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.inde
 
 
 class ReplayedStep(NamedTuple):
-    """A step of `num_tokens` tokens, and what the host does between the pieces of its recording."""
+    """A step of `num_tokens` tokens, and the actions of the host between the pieces of its recording."""
 
     num_tokens: int
     attend: Attend | None = None

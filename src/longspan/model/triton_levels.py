@@ -248,7 +248,7 @@ def weights_kernel(
     groups: tl.constexpr,
     widen: tl.constexpr,
 ) -> None:
-    """Dequantise a tile of weights."""
+    """Compute a tile of dequantised weights."""
     num_bytes: tl.constexpr = group_size * bits // 8
     row = tl.program_id(0) * outputs + tl.arange(0, outputs)
     group, byte = tl.program_id(1) * groups + tl.arange(0, groups), tl.arange(0, num_bytes)

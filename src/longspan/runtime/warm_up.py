@@ -1,6 +1,6 @@
 """Prompts that devices compute before requests arrive, since the first calls load libraries and compile kernels.
 
-`AttentionBackend.prepare` makes what depends on lengths.
+`AttentionBackend.prepare` makes the plans of further lengths.
 """
 
 from __future__ import annotations
