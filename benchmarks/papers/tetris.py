@@ -2,6 +2,7 @@
 
     python benchmarks/papers/tetris.py              # and its claims
     python benchmarks/papers/tetris.py --serving    # Figures 8 to 13, see tetris_serving.py
+    python benchmarks/papers/tetris.py --learned    # rates that a server learns, see tetris_learned.py
 
 The paper's 4k is read as 4,000 tokens. It does not give the lengths and batches of Fig. 2's "up to". Here (a) has the
 largest batch that fits, where each ratio is largest. Batches are powers of two, of requests with 16k tokens each. (b)
@@ -14,6 +15,7 @@ import argparse
 import sys
 from dataclasses import replace
 
+import tetris_learned
 import tetris_serving
 import tetris_serving_claims
 from cells import Cell, Setting, report
@@ -308,8 +310,11 @@ def _main() -> bool:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serving", action="store_true", help="simulate clusters that serve")
     parser.add_argument("--auto", action="store_true", help="the default policy's highest rates on these clusters")
+    parser.add_argument("--learned", action="store_true", help="compare learned improvement rates with profiled ones")
     tetris_serving.options(parser)
     args = parser.parse_args()
+    if args.learned:
+        return tetris_learned.run(args)
     if args.auto:
         return tetris_serving.run_auto(args)
     if args.serving:

@@ -158,7 +158,7 @@ def test_an_improvement_rate_without_a_profile_is_reported(
     assert run("simulate", "smollm2-135m", *requests, *options, "--json") == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["num_completed"] == 3
-    told_once = "longspan: policy option improvement_rate=auto is 0.05 at every request rate without a table: find one"
+    told_once = "longspan: policy option improvement_rate=auto is 0.05 until rates for the requests are found:"
     assert shown.err.count("\n") == shown.err.count(told_once) == told
 
 
