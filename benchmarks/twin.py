@@ -15,6 +15,10 @@ With `--stored`, the stored profile is used instead, and no profile is measured:
 
 The exit code is 1 if the error of a prediction, by the profile from before, exceeds `--within`.
 
+With `--learned`, `tetris` serves the requests twice in a row. It starts without improvement rates, and learns them. The
+same requests are then served with a rate that a simulation found before. The exit code is 1 if mean TTFT of the second
+half is too high in the real run. It may exceed that of the first half, and that with the other rate, by `--within`.
+
 `seesaw` has a different test, since it is for throughput. It serves 64 prompts, submitted together, on ranks that
 alternate between `pp2` and `tp2`, both profiled before. It decides by costs, and by the paper's rule. Tokens per second
 must be within 15 %, and the numbers of transitions must be equal.
@@ -28,7 +32,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +50,7 @@ from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
 from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
+from longspan.policy.tetris.rates import IMPROVEMENT_RATES
 from longspan.profiling.run import measure, measure_links
 from longspan.profiling.store import profile_file
 from longspan.sim.run import Result, simulate
@@ -115,11 +120,14 @@ def main() -> int:
     parser.add_argument("--instances", type=int, default=INSTANCES, help="number of instances, except for seesaw")
     parser.add_argument("--stored", action="store_true", help="use the stored profile and measure none")
     parser.add_argument("--within", type=float, default=WITHIN, help="the largest error of TTFT and TBT")
+    parser.add_argument("--learned", action="store_true", help="serve twice with improvement rates that are learned")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host-kv-gib", type=float, default=0.3, help="host memory for seesaw's KV")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for percentiles, except of seesaw")
     args = parser.parse_args()
     are_near: list[bool] = []
+    if args.learned:
+        return 0 if _serve_learned(args) else 1
     if "seesaw" in args.policies:
         are_near += _serve_offline(args)
         args.policies = [name for name in args.policies if name != "seesaw"]
@@ -164,17 +172,7 @@ def _start(args: argparse.Namespace, instances: int, *, tp: int | None = None) -
 
 def _serve_online(args: argparse.Namespace) -> Iterator[bool]:
     """Serve with each policy, and yield True for each run with an accurate prediction."""
-    start = partial(_start, args)
-    lengths = [int(length) for length in args.lengths.split(",")]
-    with start(1) as llm:
-        stored = profile_file(llm.profile_key)
-
-    def profiled() -> Profile:
-        if args.stored:
-            return Profile.from_json(stored.read_text(encoding="utf-8"))
-        stored.unlink(missing_ok=True)
-        return measure_links(measure(start, args.instances, lengths, args.repeats), locations(args.instances))
-
+    start, profiled = partial(_start, args), partial(_profiled, args)
     before, rows = profiled(), list[dict[str, object]]()
     for run in range(args.runs):
         served = [
@@ -193,6 +191,51 @@ def _serve_online(args: argparse.Namespace) -> Iterator[bool]:
         before = after
 
 
+def _profiled(args: argparse.Namespace) -> Profile:
+    """Return the stored profile, or measure and store another one."""
+    start = partial(_start, args)
+    with start(1) as llm:
+        stored = profile_file(llm.profile_key)
+    if args.stored:
+        return Profile.from_json(stored.read_text(encoding="utf-8"))
+    stored.unlink(missing_ok=True)
+    lengths = [int(length) for length in args.lengths.split(",")]
+    return measure_links(measure(start, args.instances, lengths, args.repeats), locations(args.instances))
+
+
+def _serve_learned(args: argparse.Namespace) -> bool:
+    """Serve requests twice with learned improvement rates, and with rates that a simulation found before."""
+    profile, number = _profiled(args), args.num_requests
+    with _start(args, args.instances) as llm:
+        facts = replace(llm.facts, traffic=None)
+        twin = Twin(name="tetris", facts=facts, config=llm.engine.config, vocab_size=llm.info.vocab_size)
+        arrivals = twin.arrivals(args, args.burstiness[0], profile)
+        span_s = arrivals[-1].due_s * (1 + 1 / number)
+        again = [
+            replace(twin.arrival(number + place, len(one.prompt), one.output_len), due_s=one.due_s + span_s)
+            for place, one in enumerate(arrivals)
+        ]
+        found = twin.best_rate(args, args.burstiness[0], profile)
+        kinds = {"learned": twin, f"found before, {found}": replace(twin, options={"improvement_rate": found})}
+        halves_s = list[tuple[float, float]]()
+        print(f"mean TTFT of {number} requests and of the same again, in seconds, real (simulated)")
+        for name, kind in kinds.items():
+            llm.reset_prefix_cache()
+            real = _halves_s(_serve(llm, kind.policy(), [*arrivals, *again]))
+            simulated = _halves_s(kind.simulate([*arrivals, *again], profile))
+            pairs = (f"{ours:.3f} ({theirs:.3f})" for ours, theirs in zip(real, simulated, strict=True))
+            print(f"{name:>20}: {', '.join(pairs)}", flush=True)
+            halves_s.append(real)
+    (first_s, learned_s), (_, before_s) = halves_s
+    within: float = args.within
+    return learned_s <= (1 + within) * min(first_s, before_s)
+
+
+def _halves_s(times: Times) -> tuple[float, float]:
+    first, second = np.split(np.array(times.ttft_s), 2)
+    return float(first.mean()), float(second.mean())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Twin:
     """A policy on simulated instances with the configuration of the real instances."""
@@ -201,10 +244,20 @@ class Twin:
     facts: Facts
     config: EngineConfig
     vocab_size: int
+    options: Mapping[str, str] = field(default_factory=dict)
 
     def policy(self) -> Policy:
         """Return a new policy. The real and the simulated engine need one each."""
-        return make_policy(self.name, num_instances=self.config.cluster.num_instances, options={}, facts=self.facts)
+        number = self.config.cluster.num_instances
+        return make_policy(self.name, num_instances=number, options=self.options, facts=self.facts)
+
+    def best_rate(self, args: argparse.Namespace, burstiness: float, profile: Profile) -> str:
+        """Return the improvement rate with the lowest mean TTFT of other requests, by simulation."""
+        other = argparse.Namespace(**vars(args) | {"seed": args.seed + 1})
+        arrivals = self.arrivals(other, burstiness, profile)
+        kinds = {rate: replace(self, options={"improvement_rate": str(rate)}) for rate in IMPROVEMENT_RATES}
+        means_s = {rate: np.mean(kind.simulate(arrivals, profile).ttft_s) for rate, kind in kinds.items()}
+        return str(min(means_s, key=means_s.__getitem__))
 
     def arrival(self, place: int, input_len: int, output_len: int) -> Arrival:
         """Return a request that shares no prefix with other requests, and arrives long after the request before."""
@@ -216,7 +269,7 @@ class Twin:
         number, rng = args.num_requests, np.random.default_rng(args.seed)
         inputs, outputs = (draw_lengths(lengths, number, rng) for lengths in (INPUT_LEN, OUTPUT_LEN))
         arrivals = [self.arrival(place, *lengths) for place, lengths in enumerate(zip(inputs, outputs, strict=True))]
-        busy_s = self._run(arrivals, profile, replace(self, name="chunked").policy()).busy_s
+        busy_s = self._run(arrivals, profile, replace(self, name="chunked", options={}).policy()).busy_s
         rate = args.load * number * len(busy_s) / sum(busy_s)
         times = arrival_times(number, rate=rate, burstiness=burstiness, rng=rng)
         return [replace(arrival, due_s=due_s) for arrival, due_s in zip(arrivals, times, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rich.console import Console
@@ -52,6 +52,7 @@ class Setting:
 
     Attributes:
         costs: by kind of exchange, for exchanges that the paper implements differently than longspan.
+        speed: factors of the speed of links, see `Topology`.
     """
 
     model: str
@@ -65,6 +66,7 @@ class Setting:
     constants: Efficiency | None = None
     costs: Mapping[str, ExchangeCost] = field(default_factory=dict)
     block_size: int = 256
+    speed: Callable[[int, int], float] | None = None
 
     def prefill(
         self,
@@ -100,7 +102,7 @@ class Setting:
 
     def _cost(self, cluster: Cluster) -> Roofline:
         line = rooflines(self._model, self._cluster, cluster, self.kernels, self.constants)[0]
-        return replace(line, costs=self.costs)
+        return replace(line, costs=self.costs, topology=replace(line.topology, speed=self.speed))
 
     @property
     def _model(self) -> Architecture:

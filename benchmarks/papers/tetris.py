@@ -2,6 +2,7 @@
 
     python benchmarks/papers/tetris.py              # and its claims
     python benchmarks/papers/tetris.py --serving    # Figures 8 to 13, see tetris_serving.py
+    python benchmarks/papers/tetris.py --learned    # rates that a server learns, see tetris_learned.py
 
 The paper's 4k is read as 4,000 tokens. It does not give the lengths and batches of Fig. 2's "up to". Here (a) has the
 largest batch that fits, where each ratio is largest. Batches are powers of two, of requests with 16k tokens each. (b)
@@ -15,6 +16,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 
+import tetris_learned
 import tetris_serving
 import tetris_serving_claims
 from cells import Cell, Setting, report
@@ -267,6 +269,20 @@ def _moves() -> list[Claim]:
     ]
 
 
+def half_backends() -> dict[str, float]:
+    """Return the further delay of the second token with half the transfer backends, in percent of TTFT (Fig. 14e).
+
+    A handshake takes no time in the simulator. The delay is that of instances which wait for a backend.
+    """
+    more = {}
+    for setup in tetris_serving.SETUPS:
+        halved = replace(setup, transfer_backends=setup.largest // 2)
+        for thousands in (16, 64, 128):
+            name = f"{'8B' if setup.model == 'llama-3-8b' else '70B'}, {thousands}k"
+            more[name] = 100 * (_transfer(halved, 1000 * thousands) - _transfer(setup, 1000 * thousands))
+    return more
+
+
 def _grown_s(on: Setting, parallel: str, new: int, history: float, *, balanced: bool = True) -> float:
     """Predicts a chunk behind `history` times as many tokens, half of which go to the new half of its group."""
     cost, cached = on.steps(parallel), round(history * new)
@@ -313,6 +329,8 @@ def main() -> bool:
     print(f"SP 1, 256k: out of memory in the paper; ours: {alone.arithmetic}\n")
     passed = report("Tetris, Fig. 2", fig_2()) and passed
     _print_batches()
+    halved = ", ".join(f"{name} {more:.1f} %" for name, more in half_backends().items())
+    print(f"Tetris, Fig. 14e, further delay with half the backends: {halved} (paper: 1.5 to 5.4 %, mean 3.8 %)\n")
     return report_claims("Tetris", claims()) and passed
 
 
@@ -320,8 +338,11 @@ def _main() -> bool:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serving", action="store_true", help="simulate clusters that serve")
     parser.add_argument("--auto", action="store_true", help="the default policy's highest rates on these clusters")
+    parser.add_argument("--learned", action="store_true", help="compare learned improvement rates with profiled ones")
     tetris_serving.options(parser)
     args = parser.parse_args()
+    if args.learned:
+        return tetris_learned.run(args)
     if args.auto:
         return tetris_serving.run_auto(args)
     if args.serving:

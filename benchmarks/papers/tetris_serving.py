@@ -65,7 +65,11 @@ STORED = Path(__file__).with_name("tetris_serving.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A model and its cluster."""
+    """A model and its cluster.
+
+    Attributes:
+        transfer_backends: backends of each decode instance. None: as many as prefill instances.
+    """
 
     model: str
     hosts: int
@@ -74,6 +78,7 @@ class Setup:
     unified: str
     largest: int
     fixed: tuple[int, ...]
+    transfer_backends: int | None = None
 
     @property
     def sizes(self) -> str:
@@ -163,6 +168,7 @@ class Systems:
             parallel=setup.unified if unified else None,
             prefill_parallel=None if unified else setup.prefill,
             decode_parallel=None if unified else setup.decode,
+            transfer_backends=None if unified else setup.transfer_backends,
         )
         scheduling = SchedulingArgs(policy=policy, policy_options=options, max_num_batched_tokens=32_768)
         return make_experiment(setup.model, cluster, scheduling)

@@ -34,7 +34,7 @@ from longspan.policy.facts import Facts, measured_phases
 from longspan.policy.registry import PolicyChoice, make_policy, phases_of
 from longspan.policy.step_size import with_step_tokens
 from longspan.pool_sizes import KvBytes, by_rule, check_hosts, with_pools
-from longspan.profiling.store import load_partitions, load_profile, profile_key_of
+from longspan.profiling.store import load_partitions, load_profile, load_traffic, profile_key_of
 from longspan.runtime.block_records import kv_record
 from longspan.runtime.pool import default_step_bytes
 from longspan.runtime.split_check import check_splits
@@ -303,7 +303,16 @@ def _facts(
         cluster=cluster,
         phases=phases,
         phase_cost=_phase_cost(key, shape, phases, block_size),
+        traffic=load_traffic(key, _fleet_text(cluster, phases)),
     )
+
+
+def _fleet_text(cluster: Cluster, phases: tuple[Cluster, ...]) -> str:
+    if not phases:
+        return str(cluster)
+    from longspan.core.fleets import fleet_text  # noqa: PLC0415 - most fleets have one cluster
+
+    return fleet_text(phases)
 
 
 def measured_cost(

@@ -109,7 +109,7 @@ def test_a_missing_table_of_improvement_rates_is_logged(tiny: Path, caplog: pyte
         assert "improvement_rate" not in caplog.text, "it was given"
         roles = {"policy": "tetris", "prefill_parallel": "1", "decode_parallel": "1"}
         ThreadLLM(str(tiny), **roles, skip_tokenizer_init=True).shutdown()
-    assert "improvement_rate=auto is 0.3 at every request rate" in caplog.text
+    assert "improvement_rate=auto is 0.3 until rates for the requests are found" in caplog.text
 
 
 def test_decode_instances_with_few_blocks(tiny: Path, oracle: Oracle) -> None:

@@ -89,7 +89,7 @@ class Cluster:
     block_bytes = 100
     policy_settings = PolicySettings(name="context", options={})
     max_model_len = _CAPACITY
-    setup = SimpleNamespace(facts=Facts())
+    setup = SimpleNamespace(facts=Facts(), policy=SimpleNamespace(traffic=None))
 
     def __init__(self, num_instances: int) -> None:
         self.clock = VirtualClock()

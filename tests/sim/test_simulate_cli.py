@@ -158,7 +158,7 @@ def test_an_improvement_rate_without_a_profile_is_reported(
     assert run("simulate", "smollm2-135m", *requests, *options, "--json") == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["num_completed"] == 3
-    told_once = "longspan: policy option improvement_rate=auto is 0.05 at every request rate without a table: find one"
+    told_once = "longspan: policy option improvement_rate=auto is 0.05 until rates for the requests are found:"
     assert shown.err.count("\n") == shown.err.count(told_once) == told
 
 
@@ -236,7 +236,8 @@ def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     cluster = ("--hardware", "a100-sxm-80g", "--hosts", "2", "--link-gbytes-per-s", "25")
     roles = ("--prefill-parallel", "4", "--decode-parallel", "tp4", "--transfer-backends", "3")
     policy = ("--policy", "tetris", "-o", "min_chunk=512", "--exchange", "ring_q", "--max-num-seqs", "7")
-    faults = ("--slow", "0=2", "--slow", "1=3", "--lose-worker-at", "1.5", "--no-async-scheduling")
+    faults = ("--slow", "0=2", "--slow", "1=3", "--lose-worker-at", "1.5", "--noisy-link", "0.5:1:7")
+    faults = (*faults, "--no-async-scheduling")
     assert run("simulate", "llama-3-8b", *cluster, *roles, *policy, *faults, *run_of) == 0
     capsys.readouterr()
     expected = {
@@ -255,6 +256,7 @@ def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         "rate": "2",
         "num-requests": "6",
         "slow": "0=2 1=3",
+        "noisy-link": "0.5:1:7",
         "lose-worker-at": "1.5",
     }
     found = rows_of(page)
@@ -308,6 +310,7 @@ def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("--profile", "P", "--rate", "1", "--slow", "0"), "--slow"),
         (("--profile", "P", "--rate", "1", "--slow", "0=x"), "--slow is INSTANCE=FACTOR"),
         (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 does not exist, there are 8"),
+        (("--profile", "P", "--rate", "1", "--noisy-link", "0.5:1:0"), "--noisy-link 0.5:1:0 needs --hardware"),
         (("--profile", "P", "--lose-worker-at", "x"), "--lose-worker-at must be a number of seconds, but x given"),
         (
             ("--profile", "P", "--rate", "1", "--policy", "best"),

@@ -8,8 +8,8 @@ import pytest
 from fake_llm import run
 
 from longspan.core.options import SchedulingArgs
-from longspan.policy.tetris.rates import RateTable
-from longspan.sim.experiment import IMPROVEMENT_RATES, request_rates
+from longspan.policy.tetris.rates import IMPROVEMENT_RATES, RateTable
+from longspan.sim.experiment import request_rates
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment
 from longspan.workload.arrivals import Arrival, Workload, text

@@ -111,6 +111,14 @@ class Policy:
         return None
 
     @property
+    def traffic(self) -> Any | None:  # noqa: ANN401 - of package `policy`, which this package does not import
+        """The latest requests, from which a policy starts after a restart, as `policy.traffic.Traffic`.
+
+        It is another object after a change. None if the policy keeps none.
+        """
+        return None
+
+    @property
     def settings(self) -> PolicySettings:
         """The name of the policy and its options."""
         from longspan.core.options import PolicySettings  # noqa: PLC0415 - to show options only

@@ -27,6 +27,10 @@ class Flow(NamedTuple):
     latency_s: float
     s_per_byte: tuple[tuple[Hashable, float], ...]
 
+    def slowed(self, factor: float) -> Flow:
+        """Return the flow over a link whose speed is multiplied by `factor`."""
+        return self._replace(s_per_byte=tuple([(end, seconds / factor) for end, seconds in self.s_per_byte]))
+
 
 def alone_s(flows: Sequence[Flow]) -> float:
     """Return the seconds of flows that start together on idle links: the busiest end's plus the longest latency."""

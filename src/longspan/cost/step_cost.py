@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import lru_cache
 from itertools import compress
 from operator import add
@@ -162,10 +164,18 @@ class RooflineCost:
         """
         if move.way != "across":
             return host_flows(move, self._cluster, self._block_bytes, self._bus.latency_s, self._bus.bytes_per_s)
-        return tuple(
+        flows = [
             self._path(*pair)._replace(num_bytes=number * self._block_bytes(pair[1]))
             for pair, number in block_pairs(move)
-        )
+        ]
+        speed = self.lines[0].topology.speed
+        return tuple(flows if speed is None else [flow.slowed(speed(flow.source, flow.target)) for flow in flows])
+
+    def with_speeds(self, speed: Callable[[int, int], float]) -> RooflineCost:
+        """Return the cost with factors of the speed of links between instances, see `Topology`."""
+        cost = copy(self)
+        cost.lines = tuple([replace(line, topology=replace(line.topology, speed=speed)) for line in self.lines])
+        return cost
 
     def resharded(self, cluster: Cluster) -> RooflineCost:
         if cluster.spec not in self._by_spec:

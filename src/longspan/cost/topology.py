@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from longspan.core.options import at_least_one
@@ -96,6 +96,8 @@ class Topology:
     Attributes:
         inside, between: the links of messages inside a host, and between hosts.
         hosts: the host of each instance's first rank, of all roles.
+        speed: returns the factor of the speed of the link between two instances. None is 1. A collective waits for the
+            slowest link between neighbours of its group.
     """
 
     tp: int
@@ -103,6 +105,7 @@ class Topology:
     inside: Link
     between: Link
     hosts: Sequence[int]
+    speed: Callable[[int, int], float] | None = None
     _known: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
 
     @property
@@ -113,17 +116,21 @@ class Topology:
 
     def send_s(self, num_bytes: float, sender: int, receiver: int) -> float:
         """Return the seconds of concurrent messages from each rank of an instance to its counterpart in another."""
+        if self.speed is not None:
+            num_bytes /= self.speed(sender, receiver)
         if self.hosts[sender] == self.hosts[receiver]:
             return self.inside.send_s(num_bytes)
         return self.between.send_s(num_bytes, self._flows)
 
     def hop_s(self, num_bytes: float, group: tuple[int, ...]) -> float:
         """Return the seconds in which every instance of a ring sends to the next, over the slowest link of the ring."""
+        if self.speed is not None:
+            return max(self.send_s(num_bytes, *pair) for pair in _neighbours(group))
         return self.send_s(num_bytes, group[0], group[-1])
 
     def alltoall_s(self, num_bytes: float, group: tuple[int, ...]) -> float:
         """Return the seconds in which each rank sends `num_bytes`, split evenly over its counterparts."""
-        hosts = self._num_hosts(group)
+        num_bytes, hosts = self._slowed(num_bytes, group), self._num_hosts(group)
         if hosts == 1:
             return self.inside.send_s(num_bytes)
         here = -(-len(group) // hosts)
@@ -134,7 +141,8 @@ class Topology:
 
     def gather_s(self, num_bytes: float, group: tuple[int, ...]) -> float:
         """Return the seconds in which each rank gets `num_bytes` from each counterpart, or of a reduce-scatter."""
-        return self._ring_s((len(group) - 1) * num_bytes, len(group), self._num_hosts(group), self._flows)
+        num_bytes = (len(group) - 1) * self._slowed(num_bytes, group)
+        return self._ring_s(num_bytes, len(group), self._num_hosts(group), self._flows)
 
     def all_reduce_s(self, num_bytes: float) -> float:
         """Return the seconds of an all-reduce of `num_bytes` over the ranks of an instance."""
@@ -161,7 +169,16 @@ class Topology:
             latency_s += self.between.collective_s * math.ceil(math.log2(hosts))
         return latency_s + num_bytes / min(speeds)
 
+    def _slowed(self, num_bytes: float, group: tuple[int, ...]) -> float:
+        """Return the bytes that links of full speed send in the time of the group's slowest link."""
+        return num_bytes if self.speed is None else num_bytes / min(self.speed(*pair) for pair in _neighbours(group))
+
     def _num_hosts(self, group: tuple[int, ...]) -> int:
         if group not in self._known:
             self._known[group] = len({self.hosts[instance] for instance in group})
         return self._known[group]
+
+
+def _neighbours(group: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Return the pairs of neighbours in a ring."""
+    return zip(group, (*group[1:], group[0]), strict=True)

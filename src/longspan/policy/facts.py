@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # types alone: a machine without a profile needs no cost mode
     from longspan.cost.partitions import ModelledPartitions
     from longspan.cost.pricing import PricedPhases
     from longspan.cost.profile import Profile
+    from longspan.policy.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class Facts:
         cluster: None if it is unknown. Then instances have no roles and are near each other.
         phases: the clusters that alternately prefill and decode on the same devices, if they do.
         phase_cost: the cost of these clusters. None if it is unknown.
+        traffic: the requests before a restart. None if there are none.
         rates, exact_s: price sparse attention as `rates_of` and `prompt_s`, in place of the profile.
     """
 
@@ -42,6 +44,7 @@ class Facts:
     cluster: Cluster | None = None
     phases: tuple[Cluster, ...] = ()
     phase_cost: PricedPhases | None = None
+    traffic: Traffic | None = None
     rates: Callable[[tuple[int, ...]], Rates] | None = None
     exact_s: Callable[[Exchange, tuple[int, ...], int], float | None] | None = None
 

@@ -17,6 +17,7 @@ from longspan.model.files import ModelError, ModelFiles, cache_root, write_file
 if TYPE_CHECKING:
     from longspan.cost.partition_table import PartitionTable
     from longspan.cost.profile import Profile
+    from longspan.policy.traffic import Traffic
 
 StoredT = TypeVar("StoredT", bound=Stored)
 _REVISION = 5
@@ -62,6 +63,16 @@ def load_partitions(profile_key: ProfileKey, block_size: int) -> PartitionTable:
     return _load(PartitionTable, _partitions_file(profile_key, block_size)) or PartitionTable()
 
 
+def load_traffic(profile_key: ProfileKey, fleet: str) -> Traffic | None:
+    """Read the traffic of a fleet, such as `4`, or None without a file. Raises ModelError for an invalid file."""
+    path = _traffic_file(profile_key, fleet)
+    if not path.exists():
+        return None
+    from longspan.policy.traffic import Traffic  # noqa: PLC0415 - only where a server has recorded it
+
+    return _load(Traffic, path)
+
+
 def _load(kind: type[StoredT], path: Path) -> StoredT | None:
     try:
         return kind.from_json(path.read_text(encoding="utf-8"))
@@ -77,6 +88,15 @@ def _partitions_file(profile_key: ProfileKey, block_size: int) -> Path:
 
 def save_partitions(profile_key: ProfileKey, block_size: int, table: PartitionTable) -> None:
     write_file(_partitions_file(profile_key, block_size), table.to_json())
+
+
+def _traffic_file(profile_key: ProfileKey, fleet: str) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "-", fleet)
+    return profile_file(profile_key).with_suffix(f".traffic-of-{name}.json")
+
+
+def save_traffic(profile_key: ProfileKey, fleet: str, traffic: Traffic) -> None:
+    write_file(_traffic_file(profile_key, fleet), traffic.to_json())
 
 
 def save_profile(profile: Profile) -> None:

@@ -21,6 +21,7 @@ from longspan.core.request import ContextLengthError, FinishReason, Request
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.running_requests import RunningRequests
 from longspan.serve import messages
+from longspan.serve.upkeep import Upkeep
 from longspan.service import Service
 from longspan.text.input_processor import EngineRequest
 from longspan.text.output_processor import RequestState
@@ -114,7 +115,7 @@ class EngineLoop:
 
     def __init__(self, service: Service, setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> None:
         self._service, self._setup, self._socket = service, setup, socket
-        self._engine = service.engine
+        self._engine, self._upkeep = service.engine, Upkeep(service)
         self._served: dict[int, _Served] = {}
         self._running: RunningRequests[_Served] = RunningRequests(service.engine)
         self._commands: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
@@ -174,7 +175,7 @@ class EngineLoop:
                     self._service.stop_recording()
                 self._send(messages.Timeline(id, is_on))
             case messages.GetTimeline(id, seconds):
-                self._send(self._timeline(id, seconds))
+                self._send(_timeline(self._service, id, seconds))
             case messages.Quit():
                 self._quitting = True
 
@@ -197,14 +198,6 @@ class EngineLoop:
             self._send(messages.Failed(command.id, str(error)))
         except RuntimeError:
             self._send(messages.Failed(command.id, "another change is under way: repeat the request when it is done"))
-
-    def _timeline(self, number: int, last_s: float) -> messages.Timeline:
-        if (recorder := self._service.recorder) is None:
-            return messages.Timeline(number, is_on=False)
-        from longspan.extras.trace import chrome_trace  # noqa: PLC0415 - few servers are recorded
-
-        record = recorder.record(self._service.policy_settings.name, last_s=last_s)
-        return messages.Timeline(number, is_on=True, trace=chrome_trace([record]))
 
     def _add(self, command: messages.Add) -> None:
         number, engine_request = command.id, command.engine_request
@@ -265,6 +258,7 @@ class EngineLoop:
         if with_stats or now >= self._stats_due_s:
             self._stats_due_s = now + self._max_wait_s
             outputs.stats = stats_of(self._service, self._num_restarts)
+            self._upkeep.keep_traffic()
         elif not (outputs.deltas or outputs.progress):
             return
         self._send(outputs)
@@ -409,6 +403,15 @@ class EngineLoop:
 
     def _send(self, report: messages.Report) -> None:
         self._socket.send(self._encoder.encode(report))
+
+
+def _timeline(service: Service, number: int, last_s: float) -> messages.Timeline:
+    if (recorder := service.recorder) is None:
+        return messages.Timeline(number, is_on=False)
+    from longspan.extras.trace import chrome_trace  # noqa: PLC0415 - few servers are recorded
+
+    record = recorder.record(service.policy_settings.name, last_s=last_s)
+    return messages.Timeline(number, is_on=True, trace=chrome_trace([record]))
 
 
 def _cause_of_losses(error: WorkerLostError) -> str:

@@ -18,7 +18,7 @@ from longspan.cost.step_cost import StepCost
 from longspan.errors import ParameterError
 from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
-from longspan.policy.tetris.rates import RateTable
+from longspan.policy.tetris.rates import IMPROVEMENT_RATES, RateTable
 from longspan.sim.resolved import Fleet, ResolvedCluster
 from longspan.sim.run import Observers, Result, percentile, simulate
 from longspan.sim.spec import Faults, ServiceLevel
@@ -30,8 +30,6 @@ MAX_TIMES_LIGHT = 25
 ATTAINMENT = 0.9
 """A rate is too high if a smaller fraction of requests meets the service level (DistServe §6)."""
 
-IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
-"""The improvement rates to try for each request rate: 0.05 to 0.75."""
 _GRID_PER_S = 0.5
 _FAR_APART_S = 1e6
 _MAX_DOUBLINGS = 24

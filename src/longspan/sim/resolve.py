@@ -40,6 +40,7 @@ from longspan.policy.facts import Facts, measured_phases
 from longspan.policy.registry import make_policy
 from longspan.policy.step_size import with_step_tokens
 from longspan.sim.experiment import Experiment
+from longspan.sim.noise import NoisyCost
 from longspan.sim.resolved import Fleet
 from longspan.sim.spec import ClusterSpec, Faults
 
@@ -111,13 +112,18 @@ def computed_experiment(
         exact_s=partial(whole_prompt_s, cost, slow=slow),
     )
     fleet = Fleet.of(devices, dtype=spec.dtype, ffn_dtype=spec.ffn_dtype)
-    return Experiment(cluster=cluster, cost=cost, facts=facts, fleet=fleet, scheduling=scheduling, faults=faults)
+    noise = faults.noisy_link
+    steps = cost if noise is None else NoisyCost(quiet=cost, noise=noise)
+    return Experiment(cluster=cluster, cost=steps, facts=facts, fleet=fleet, scheduling=scheduling, faults=faults)
 
 
 def measured_experiment(
     model: Architecture, profile: Profile, spec: ClusterSpec, scheduling: SchedulingArgs, faults: Faults
 ) -> Experiment:
     """Build an experiment whose costs are fitted to the measured profile of an instance."""
+    if faults.noisy_link is not None:
+        problem = f"{faults.noisy_link} needs `hardware`: the times of a profile include messages, so leave one out"
+        raise ParameterError("noisy_link", problem, str(faults.noisy_link))
     key = profile.profile_key
     record, num_blocks = kv_record(model, scheduling.block_size), math.ceil(_PROFILED_TOKENS / scheduling.block_size)
 

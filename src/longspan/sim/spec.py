@@ -18,6 +18,7 @@ from longspan.core.options import Option, SchedulingArgs, at_least_one, key_valu
 from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
 from longspan.errors import ParameterError
 from longspan.policy.registry import phases_of
+from longspan.sim.noise import NoisyLink
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,10 +189,11 @@ def _moments(texts: Sequence[str]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """Slow instances and lost workers.
+    """Slow instances, noisy links and lost workers.
 
     Attributes:
         slow: slowdown factors, by slow instance.
+        noisy_link: random speeds of links between instances. Policies do not know them.
         lost_at_s: the times when a worker is lost. As in a real engine, all workers are then restarted.
         restart_s: seconds of a restart. 10 if None.
 
@@ -208,6 +210,15 @@ class Faults:
             read=_factors,
         ),
     ] = field(default_factory=dict)
+    noisy_link: Annotated[
+        NoisyLink | None,
+        _faults(
+            "Multiply the speed of each link between instances by a random factor from LOW to HIGH, another in each "
+            "step. Needs --hardware.",
+            metavar="LOW:HIGH:SEED",
+            read=NoisyLink.parse,
+        ),
+    ] = None
     lost_at_s: Annotated[
         tuple[float, ...],
         _faults(
@@ -229,6 +240,9 @@ class Faults:
                 raise ParameterError("slow", f"must name instances from 0 on, but instance {instance} given", instance)
             if not (factor > 0 and math.isfinite(factor)):
                 raise ParameterError("slow", f"of instance {instance} must be above 0, but {factor} given", factor)
+        if (noise := self.noisy_link) is not None and not 0 < noise.low <= noise.high < math.inf:
+            problem = f"must be finite factors above 0, the lower one first, but {noise} given"
+            raise ParameterError("noisy_link", problem, str(noise))
         for name, values in (("lost_at_s", self.lost_at_s), ("restart_s", (self.seconds_to_restart,))):
             for value in values:
                 if not (value >= 0 and math.isfinite(value)):

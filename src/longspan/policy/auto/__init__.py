@@ -31,6 +31,7 @@ from longspan.policy.batching import Batch, Budget, is_decode, single_part
 from longspan.policy.facts import Facts
 from longspan.policy.routing import Router, joined, plan_alone
 from longspan.policy.tetris import GroupOptions
+from longspan.policy.traffic import Traffic
 
 _NOTHING = Plan()
 
@@ -81,7 +82,8 @@ class Auto(Policy, name="auto"):
         self._place = {instance: place for place, instance in enumerate(instances)}
         candidates = CandidateGroups(list(hosts.values()), estimates.sizes, self._place)
         self._parts = options.group_parts(instances, facts)
-        self._history = history = History(estimates.token_s)
+        self._history = history = History(estimates.token_s, facts.traffic)
+        history.expect(estimates.whole_prompt_s)
         self._observer = observer = Observer(self._place, estimates, history, has_roles=bool(facts.decode))
         self._placement = DecodePlacement(self._place, estimates, history, observer, options.tbt_slowdown)
         self._queue = queue = WaitingQueue(len(instances), options.overtaking, options.ttft_slowdown)
@@ -92,6 +94,10 @@ class Auto(Policy, name="auto"):
     def capacity(self) -> int:
         """The number of all instances: they share a request that is too large for one."""
         return len(self.instances)
+
+    @property
+    def traffic(self) -> Traffic | None:
+        return self._history.traffic
 
     def plan(self, view: ClusterView) -> Plan:
         """Continue running requests, and admit waiting requests with a group that can step."""

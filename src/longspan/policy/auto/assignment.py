@@ -103,7 +103,7 @@ class GroupAssignment:
                 single_s = self._estimates.prefill_s(1, *rest)
                 self._queue.started(request, fastest_s, single_s)
                 if not request.was_admitted:
-                    self._history.add_prompt(request.arrival_s, single_s, fastest_s)
+                    self._history.add_prompt(request.arrival_s, single_s, fastest_s, rest[0])
         return len(new) < num_new
 
     def _by_prefix(self, request: RequestView, decodes: Flags, view: ClusterView) -> tuple[Numbers, Numbers]:

@@ -65,6 +65,11 @@ class Estimates:
         times = self._on(members)
         return _chunked_s(times, new_tokens, cached_tokens, max_tokens * members, times.start_s)
 
+    def whole_prompt_s(self, num_tokens: int) -> tuple[float, float]:
+        """Predict a prompt that one step computes, on one instance and on its fastest group."""
+        seconds = [times.seconds(num_tokens, 0) for times in self._times.values()]
+        return seconds[0], min(seconds)
+
     def _prefills_s(self, new_tokens: int, cached_tokens: int, max_tokens: int) -> Numbers:
         found = np.empty((2, len(self.sizes)))
         for place, (size, times) in enumerate(self._times.items()):

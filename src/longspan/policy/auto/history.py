@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from statistics import median
+
+import msgspec
+
+from longspan.policy.traffic import NUM_LENGTHS, Traffic
 
 _NUM_PROMPTS = 128
 """Rates are means over this many prompts. More give steadier rates, which follow a change of the load later. The error
 of a rate is about a tenth.
 """
+_PROMPTS_PER_RECORD = 64
+"""The record of traffic is renewed after this many further prompts."""
 _PROMPTS_PER_MEDIAN = 8
 """Medians are computed after this many further prompts, since sorting takes time."""
 _FIRST_ANSWER, _NUM_ANSWERS = 200.0, 20
@@ -23,29 +30,45 @@ class History:
     Attributes:
         usual_s, usual_fastest_s: median seconds of recent prompts on one instance, and on their fastest groups.
         answer_tokens: expected tokens of an answer.
+        traffic: a record of the requests, renewed from time to time. The first one is that of an earlier server.
 
     Args:
         token_s: seconds of a decode step with a single request.
     """
 
-    def __init__(self, token_s: float) -> None:
+    def __init__(self, token_s: float, traffic: Traffic | None = None) -> None:
         self._token_s = self.usual_s = self.usual_fastest_s = token_s
         self.answer_tokens = _FIRST_ANSWER
         self._prompts: deque[tuple[float, float, float]] = deque(maxlen=_NUM_PROMPTS)
         self._total_s, self._num_added, self._num_answers = 0.0, 0, 1
+        self.traffic = traffic
+        self._lengths = deque(() if traffic is None else traffic.lengths, maxlen=NUM_LENGTHS)
+        if traffic is not None and traffic.answer_tokens is not None:
+            self.answer_tokens, self._num_answers = traffic.answer_tokens, _NUM_ANSWERS
 
     @property
     def answer_s(self) -> float:
         """Seconds of an expected answer that decodes alone."""
         return self.answer_tokens * self._token_s
 
-    def add_prompt(self, arrival_s: float, single_s: float, fastest_s: float) -> None:
+    def expect(self, seconds: Callable[[int], tuple[float, float]]) -> None:
+        """Expect prompts as before a restart. `seconds` returns those of one instance and of the fastest group."""
+        if self._lengths:
+            singles, fastest = zip(*map(seconds, self._lengths), strict=True)
+            self.usual_s, self.usual_fastest_s = median(singles), median(fastest)
+
+    def add_prompt(self, arrival_s: float, single_s: float, fastest_s: float, num_tokens: int) -> None:
+        """Count a prompt with this number of tokens to compute, by its seconds as in `expect`."""
         prompts = self._prompts
+        self._lengths.append(num_tokens)
         if len(prompts) == _NUM_PROMPTS:
             self._total_s -= prompts[0][1]
         prompts.append((arrival_s, single_s, fastest_s))
         self._total_s += single_s
         self._num_added += 1
+        if self._num_added % _PROMPTS_PER_RECORD == 0:
+            kept = {"lengths": tuple(self._lengths), "answer_tokens": self.answer_tokens}
+            self.traffic = msgspec.structs.replace(self.traffic or Traffic(), **kept)
         if self._num_added < _PROMPTS_PER_MEDIAN or self._num_added % _PROMPTS_PER_MEDIAN == 0:
             self.usual_s = median([single for _, single, _ in prompts])
             self.usual_fastest_s = median([fastest for _, _, fastest in prompts])

@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_named, exchange_of, of_any_layout
 from longspan.cost.profile import PrefillTime, fit_times
@@ -18,6 +18,9 @@ from longspan.policy.sharing import SharingOptions, check_exchange
 from longspan.policy.tetris.execution import Cdsp
 from longspan.policy.tetris.planner import Planner
 from longspan.policy.tetris.rates import RateTable, RateWatch, check_improvement_rate
+
+if TYPE_CHECKING:
+    from longspan.policy.traffic import Traffic
 
 _ENOUGH_OF_A_HOST = 4
 """Least instances per host to bound groups by hosts. With fewer, prompts lose more than decodes gain at low load."""
@@ -59,7 +62,8 @@ class TetrisOptions(GroupOptions):
         improvement_rate: the share of the time that a larger group must save. `auto` looks it up in
             `improvement_rates` by the observed request rate.
         improvement_rates: improvement rates by requests per second, such as `0.5:0.1,1:0.3`. The nearest request rate
-            counts. It is looked up every 30 s, and more often after a start.
+            counts. It is looked up every 30 s, and more often after a start. Without it, `auto` learns the rates from
+            the requests, see `learning`.
         chunking: whether a prompt may be cut into chunks on growing groups.
         sp_sizes: sizes of groups. `auto` is powers of two, see also `_usual_size`.
         min_chunk: lower bound for the tokens of a chunk, except the last.
@@ -84,12 +88,12 @@ class TetrisOptions(GroupOptions):
         if self.min_chunk < 1:
             raise ParameterError("min_chunk", f"must be at least 1, but {self.min_chunk} given", self.min_chunk)
 
-    def rate_table(self, default: float) -> RateTable:
-        """Return the table of improvement rates. `auto` without a table has the `default` only."""
+    @property
+    def rate_table(self) -> RateTable | None:
+        """The given improvement rates. None if none was given."""
         if self.improvement_rates:
             return RateTable.parse(self.improvement_rates)
-        rate = default if self.improvement_rate == "auto" else self.improvement_rate
-        return RateTable(entries=((0.0, rate),))
+        return None if self.improvement_rate == "auto" else RateTable(entries=((0.0, self.improvement_rate),))
 
 
 class Tetris(Cdsp, name="tetris"):
@@ -104,17 +108,19 @@ class Tetris(Cdsp, name="tetris"):
         times, hosts = sp_times(facts, options.exchanges, options.sp_sizes, len(instances)), facts.hosts(instances)
         usual_size = _usual_size(facts, instances) if options.sp_sizes == "auto" else None
         planner = Planner(times, hosts, min_chunk_tokens=options.min_chunk, usual_size=usual_size)
-        self._default_rate = _default_improvement_rate(has_roles=facts.has_roles)
+        default = RateTable(entries=((0.0, _default_improvement_rate(has_roles=facts.has_roles)),))
         super().__init__(
             instances,
             options,
             planner,
             options.group_parts(instances, facts, balance=options.balance),
-            RateWatch(options.rate_table(self._default_rate)),
+            RateWatch(default),
             chunking=options.chunking,
             decode=facts.decode,
         )
         self._planner: Planner = planner
+        self._default, self._traffic = default, facts.traffic
+        self._use_rates(options)
 
     def merged(self, changes: Mapping[str, str | None]) -> dict[str, str | None]:
         """Return the options after a change. An improvement rate replaces a table, and the reverse."""
@@ -127,24 +133,43 @@ class Tetris(Cdsp, name="tetris"):
 
     def change(self, options: TetrisOptions) -> None:
         """Apply other options to prompts that are planned from now on."""
-        self._watch.use(options.rate_table(self._default_rate))
+        self._use_rates(options)
         super().change(options)
         self.chunking, self._planner.min_chunk_tokens = options.chunking, options.min_chunk
 
+    def _use_rates(self, options: TetrisOptions) -> None:
+        """Use the given improvement rates, or learn them."""
+        table, self._traffic, self._learner = options.rate_table, self.traffic, None
+        if table is None:
+            from longspan.policy.tetris.learning import Learner  # noqa: PLC0415 - `auto` learns no rates
+
+            self._learner = Learner(self._planner, self._traffic)
+            table = self._learner.table or self._default
+        self._watch.use(table)
+
+    @property
+    def rate_table(self) -> RateTable:
+        """The improvement rates in use: given, learned, or the default."""
+        return self._watch.table
+
     @property
     def hint(self) -> str | None:
-        """Advise a table of improvement rates, if no option sets a rate."""
-        if self.options.improvement_rate != "auto" or self.options.improvement_rates:
+        """Advise a table of improvement rates, if none is given or was found for earlier requests."""
+        if self._learner is None or self._learner.table is not None:
             return None
         return (
-            f"policy option improvement_rate=auto is {self._default_rate:g} at every request rate without a table: "
-            "find one with longspan simulate --profile-improvement-rates, and give it as policy option "
-            "improvement_rates"
+            f"policy option improvement_rate=auto is {self._watch.improvement_rate:g} until rates for the requests are "
+            "found: find a table before with longspan simulate --profile-improvement-rates, and give it as policy "
+            "option improvement_rates"
         )
+
+    @property
+    def traffic(self) -> Traffic | None:
+        return self._traffic if self._learner is None else self._learner.traffic
 
 
 def _default_improvement_rate(*, has_roles: bool) -> float:
-    """Return the rate without a table: between the paper's best rates for low and for high request rates.
+    """Return the rate before any is learned: between the paper's best rates for low and for high request rates.
 
     If instances also decode, it is low: most groups have the largest size, and few wait for overlapping other groups.
     """

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from longspan.core.blocks import PrefixHit, coupled_instances
 from longspan.core.policy import Policy
@@ -21,6 +21,9 @@ from longspan.policy.group_parts import GroupParts
 from longspan.policy.routing import Router, joined, plan_alone
 from longspan.policy.tetris.planner import ChunkPlan, Prompt
 from longspan.policy.tetris.rates import RateTable, RateWatch
+
+if TYPE_CHECKING:
+    from longspan.policy.tetris.learning import Learner
 
 
 class ChunkPlanner(Protocol):
@@ -111,6 +114,8 @@ class Cdsp(Policy):
         self._all = frozenset(instances)
         self._planner, self._group_parts, self.chunking, self._decode = planner, group_parts, chunking, decode
         self._watch = watch or RateWatch(RateTable(entries=((0.0, 0.0),)))
+        self._learner: Learner | None = None
+        """Renews the table of the watch, if a subclass sets it."""
         self._queue = QueueTimes(len(instances))
         self._unplanned: dict[int, RequestView] = {}
         """Requests that were not planned since they arrived or were preempted, by id."""
@@ -132,7 +137,7 @@ class Cdsp(Policy):
         if self._all <= view.full:
             return decodes
         if self._idle is not None and self._idle == self._snapshot(view):
-            self._watch.renew(view.now_s)
+            self._renew(view.now_s)
             return decodes
         self._update_plans(view)
         plan, stuck = self._plan_first(view)
@@ -140,6 +145,14 @@ class Cdsp(Policy):
             plan, _ = self._plan_first(view)
         self._idle = None if plan.batches or plan.preempted else self._snapshot(view)
         return joined([plan, decodes])
+
+    def _renew(self, now_s: float) -> None:
+        """Look up the improvement rate for the present request rate, and learn from the prompts so far."""
+        self._watch.renew(now_s)
+        if self._learner is not None:
+            table = self._learner.advance(self._watch.requests_per_s)
+            if table is not None:
+                self._watch.use(table)
 
     def _snapshot(self, view: ClusterView) -> tuple[KvView, int]:
         return view.kv, view.changes(self.instances)
@@ -172,7 +185,7 @@ class Cdsp(Policy):
             elif request.group:
                 del self._plans[request_id]
         arrived = [request for request in view.startable if request.id in self._unplanned] if self._unplanned else []
-        self._watch.renew(view.now_s)
+        self._renew(view.now_s)
         if arrived and self._queue.is_old(view.now_s):
             left = [
                 [(self._planner.seconds(len(group), new, cached), group) for new, cached, group in planned.remaining()]
@@ -215,6 +228,8 @@ class Cdsp(Policy):
             behind = self._planner.plan(rest, queue_s, used)
             if behind is not None and behind.ttft_s <= best.ttft_s:
                 best, start = behind, hit.num_tokens
+        if self._learner is not None and not request.was_admitted:
+            self._learner.add(replace(fresh, new_tokens=request.num_tokens - start))
         self._queue.book(best.chunks[-1].group, now_s + best.ttft_s)
         return Planned(request=request, start=start, spans=self._spans(best, start, request.block_size))
 

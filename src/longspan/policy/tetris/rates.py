@@ -11,6 +11,8 @@ _WINDOW_S = 30.0
 """Seconds over which arrivals are counted, and between two look-ups. A longer window follows the load later."""
 _MIN_ARRIVALS = 8
 """Arrivals that are enough to estimate a rate before the end of the first window."""
+IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
+"""The improvement rates to try for each request rate: 0.05 to 0.75."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,21 +62,26 @@ class RateWatch:
     """Counts arrivals, and looks up the improvement rate every 30 seconds.
 
     In the first window, it looks it up each time the number of arrivals has doubled.
+
+    Attributes:
+        table: the rates to look up.
+        requests_per_s: by the latest look. 0 before.
+        improvement_rate: the rate of the table for it.
     """
 
     def __init__(self, table: RateTable) -> None:
-        self._table = table
+        self.table = table
         self._arrivals: deque[float] = deque()
         self._started_at_s: float | None = None
         self._renewed_at_s = 0.0
         self._next_look = _MIN_ARRIVALS
-        self._requests_per_s = 0.0
+        self.requests_per_s = 0.0
         self.improvement_rate = table.nearest(0.0)
 
     def use(self, table: RateTable) -> None:
         """Use another table from now on, and look up the last request rate in it."""
-        self._table = table
-        self._look_up(self._requests_per_s)
+        self.table = table
+        self._look_up(self.requests_per_s)
 
     def arrived(self, time_s: float) -> None:
         self._arrivals.append(time_s)
@@ -94,5 +101,5 @@ class RateWatch:
             self._look_up(len(self._arrivals) / _WINDOW_S)
 
     def _look_up(self, requests_per_s: float) -> None:
-        self._requests_per_s = requests_per_s
-        self.improvement_rate = self._table.nearest(requests_per_s)
+        self.requests_per_s = requests_per_s
+        self.improvement_rate = self.table.nearest(requests_per_s)

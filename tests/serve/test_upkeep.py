@@ -1,0 +1,81 @@
+"""The traffic of a server is saved next to the profile, and a later policy starts from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from longspan.core.cluster import Cluster
+from longspan.cost.profile_key import ProfileKey
+from longspan.policy.facts import Facts
+from longspan.policy.traffic import Traffic
+from longspan.profiling.store import load_traffic, profile_file
+from longspan.serve.upkeep import Upkeep
+
+KEY = ProfileKey(model="m", dtype="d", device="cpu", tp=1, threads=1, kernel="k", machine="m")
+FIRST = Traffic(lengths=(100, 200), answer_tokens=7.5)
+SECOND = Traffic(lengths=(200, 300), answer_tokens=7.5, improvement_rates="1:0.3")
+
+
+class Served:
+    """In place of a `Service`."""
+
+    def __init__(self, cluster: Cluster, traffic: Traffic | None = None) -> None:
+        self.policy = SimpleNamespace(traffic=traffic)
+        config = SimpleNamespace(cluster=cluster, fleet=(cluster,))
+        facts = Facts(traffic=load_traffic(KEY, str(cluster)))
+        self.setup = SimpleNamespace(policy=self.policy, config=config, profile_key=KEY, facts=facts)
+
+    def upkeep(self) -> Upkeep:
+        return Upkeep(cast(Any, self))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_traffic_is_saved_when_it_has_changed_and_new_rates_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    served = Served(Cluster.of("2"))
+    upkeep = served.upkeep()
+    with caplog.at_level("INFO", "longspan"):
+        upkeep.keep_traffic()
+        assert load_traffic(KEY, "2") is None, "there is none"
+        served.policy.traffic = FIRST
+        upkeep.keep_traffic()
+        assert load_traffic(KEY, "2") == FIRST and not caplog.text, "there are no rates"
+        served.policy.traffic = SECOND
+        upkeep.keep_traffic()
+        upkeep.keep_traffic()
+    assert load_traffic(KEY, "2") == SECOND
+    assert caplog.messages == ["improvement rates by requests per second, for the last 2 prompts: 1:0.3"]
+
+
+def test_each_layout_has_its_own_record_next_to_the_profile() -> None:
+    layouts = [Cluster.of("2"), Cluster.of("2xtp2"), Cluster.of("2", "tp2")]
+    for number, cluster in enumerate(layouts, start=1):
+        Served(cluster, Traffic(lengths=(number,))).upkeep().keep_traffic()
+    for number, cluster in enumerate(layouts, start=1):
+        key = ProfileKey(model="m", dtype="d", device="cpu", tp=cluster.spec.tp, threads=1, kernel="k", machine="m")
+        assert load_traffic(key, str(cluster)) == Traffic(lengths=(number,))
+    assert {file.parent for file in profile_file(KEY).parent.iterdir()} == {profile_file(KEY).parent}
+
+
+def test_a_record_that_was_loaded_is_not_saved_again(cache: Path) -> None:
+    Served(Cluster.of("2"), FIRST).upkeep().keep_traffic()
+    [file] = cache.rglob("*.traffic-of-2.json")
+    later = Served(Cluster.of("2"))
+    later.policy.traffic = later.setup.facts.traffic
+    file.unlink()
+    later.upkeep().keep_traffic()
+    assert later.setup.facts.traffic == FIRST and not file.exists()
+
+
+def test_a_cache_that_cannot_be_written_stops_no_server(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (cache / "profiles").write_text("a file")
+    Served(Cluster.of("2"), FIRST).upkeep().keep_traffic()
+    assert "the next server starts without the requests of this one" in caplog.text
