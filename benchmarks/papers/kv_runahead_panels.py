@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kv_runahead import estimate, predicted_s, searched, setting
+from kv_runahead import estimate, fig_11, predicted_s, searched, setting
 from panels import Panel, Series
 
 _METHODS = ("TSP", "KVR-E", "KVR-S")
@@ -11,8 +11,8 @@ _FIRST = tuple(range(7168, 12_289, 512))
 
 
 def panels() -> list[Panel]:
-    """Return the panels of Figs. 6 to 10."""
-    return [_first_piece(), *_llama(), *_falcon(), *_pieces()]
+    """Return the panels of Figs. 6 to 11."""
+    return [_first_piece(), *_llama(), *_falcon(), *_pieces(), _noise()]
 
 
 def seconds(
@@ -133,3 +133,14 @@ def _pieces() -> list[Panel]:
         for part, gpus in (("b", 4), ("c", 8))
     ]
     return [shares, *slower]
+
+
+def _noise() -> Panel:
+    return Panel(
+        name="Fig. 11",
+        title="largest loss by noisy links, 8k to 16k",
+        x="method",
+        y="% of TTFT",
+        ours={"ours": list(fig_11().items())},
+        bars=True,
+    )

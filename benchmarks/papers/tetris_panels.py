@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from panels import Panel, Series
-from tetris import GROWING, SENDING, balancing, fig_2, transfer
+from tetris import GROWING, SENDING, balancing, fig_2, half_backends, transfer
 from tetris_serving import QUANTILES, WORKLOADS, Figures, Study, stored, stored_studies
 
 _RUN = "python benchmarks/papers/tetris.py --serving --json benchmarks/papers/tetris_serving.json"
@@ -151,7 +151,6 @@ def _ablations(studies: dict[tuple[str, str], Study]) -> list[Panel]:
 
 
 def _moves() -> list[Panel]:
-    # Half the transfer backends add a panel "Figs. 14e and 14f, half the backends" here.
     return [
         Panel(
             name="Figs. 14a to 14d",
@@ -166,5 +165,13 @@ def _moves() -> list[Panel]:
             x="thousand tokens",
             y="% of TTFT",
             ours={name: [(n, transfer(name, 1000 * n)) for n in _THOUSANDS] for name in SENDING},
+        ),
+        Panel(
+            name="Figs. 14e and 14f, half the backends",
+            title="further time with half the backends",
+            x="prompt",
+            y="% of TTFT",
+            ours={"ours": list(half_backends().items())},
+            bars=True,
         ),
     ]
