@@ -7,7 +7,8 @@
 # make fuzz   thousands of random requests to a server  make attack floods and killed workers and hosts of a server
 # make test-hosts hosts of a Ray cluster, also lost ones, as root
 # make docs   the generated parts of docs/*.md          make picture docs/*.png, by Chromium
-# make claims every claim of every paper, docs/claims.md
+# make claims every claim of every paper, docs/claims.md  make figures their figures, docs/figures, by Chromium
+# make runs   the simulations that both use, a case at a time: up to some hours
 # make models every model type of transformers, docs/models.md
 # make site   the documentation, built into site/       make site-tools the environment for make site
 # make clean  remove the environments and all caches
@@ -25,7 +26,7 @@ PIP_M := -m pip -qq --disable-pip-version-check --no-input
 PIP   := $(BIN)/python $(PIP_M)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-hosts serve test test-all tests lint format docs claims models picture site site-tools bench peers evals clients fuzz attack test-hosts clean
+.PHONY: help demo demo-hosts serve test test-all tests lint format docs claims figures runs models picture site site-tools bench peers evals clients fuzz attack test-hosts clean
 
 help:
 	@sed -n '/^#/!q;s/^# //p' Makefile
@@ -74,9 +75,18 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
 
+# Claims and figures share one run, which computes nothing if no code and no stored simulation has changed.
 # If a required claim fails, the page is still written, and the exit code is that failure's.
 claims: $(STAMP)
 	$(BIN)/python benchmarks/papers/claims.py; failed=$$?; $(BIN)/python docs/generate.py && exit $$failed
+
+figures: $(STAMP)
+	$(BIN)/python benchmarks/papers/claims.py; failed=$$?; $(BIN)/python docs/generate.py && \
+		$(BIN)/python docs/paper_figures.py && exit $$failed
+
+# Repeats the stored simulations that other code has made. An interrupted run continues with the next case.
+runs: $(STAMP)
+	$(BIN)/python benchmarks/papers/runs.py
 
 # If a cell is wrong or lost, the page is still written, and the exit code is that failure's.
 models: $(STAMP)

@@ -1,4 +1,4 @@
-"""Write the generated parts of the pages: flags, limits, metrics, refused fields, recorded errors, claims, models.
+"""Write the generated parts of the pages: flags, metrics, refused fields, errors, claims, figures' points, models.
 
 `python docs/generate.py` rewrites the pages. `--check` only reports pages that are not up to date.
 """
@@ -9,9 +9,11 @@ import argparse
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from cyclopts import Group
 from cyclopts.argument import Argument
@@ -23,9 +25,11 @@ from longspan.serve.messages import CacheConfig, Stats
 from longspan.serve.metrics import Metrics
 from longspan.serve.requests import UNSERVED
 
-PAGES = sorted(Path(__file__).parent.glob("*.md"))
-_CLAIMS = Path(__file__).parents[1] / "benchmarks" / "papers" / "claims.json"
-_MODELS = Path(__file__).parents[1] / "tools" / "models.json"
+_DOCS = Path(__file__).parent
+PAGES = sorted(page for folder in ("", "policies", "figures") for page in (_DOCS / folder).glob("*.md"))
+_PAPERS = _DOCS.parent / "benchmarks" / "papers"
+_CLAIMS, _FIGURES, _POINTS = (_PAPERS / name for name in ("claims.json", "figures.json", "points.toml"))
+_MODELS = _DOCS.parent / "tools" / "models.json"
 _VERDICTS = ("holds", "fails", "not modelled")
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of what is generated -->)", re.DOTALL)
 _LIMITS = "Limits of a request"
@@ -122,11 +126,11 @@ def _served_errors() -> str:
 def _claims() -> str:
     stored = json.loads(_CLAIMS.read_text(encoding="utf-8"))
     papers = stored["papers"].items()
-    numbers = [
-        (paper, *(str(sum(claim["verdict"] == verdict for claim in claims)) for verdict in _VERDICTS))
-        for paper, claims in papers
-    ]
-    parts = [_table(("paper", *_VERDICTS), numbers)]
+    numbers = []
+    for paper, claims in papers:
+        counted = (sum(claim["verdict"] == verdict for claim in claims) for verdict in _VERDICTS)
+        numbers.append((paper, *map(str, counted), str(sum(claim["weak"] for claim in claims))))
+    parts = [_table(("paper", *_VERDICTS, "of these weak"), numbers)]
     parts.append(_table(("rule", "a claim holds when"), list(stored["rules"].items())))
     head = ("where", "claim", "the paper", "ours", "rule", "verdict")
     parts += [f"## {paper}\n\n{_table(head, [_claim(claim) for claim in claims])}" for paper, claims in papers]
@@ -136,8 +140,53 @@ def _claims() -> str:
 def _claim(claim: dict[str, str]) -> Row:
     says = f"{claim['says']}<br> *{claim['why']}*" if claim["why"] else claim["says"]
     verdict = f"**{claim['verdict']}**" if claim["verdict"] == "fails" else claim["verdict"]
-    required = ", required" if claim["required"] else ""
-    return (claim["where"], says, claim["paper"], claim["ours"], claim["rule"], verdict + required)
+    verdict += (", weak" if claim["weak"] else "") + (", required" if claim["required"] else "")
+    return (claim["where"], says, claim["paper"], claim["ours"], claim["rule"], verdict)
+
+
+def _stored_table(name: str) -> str:
+    """Return a table that `make claims` has stored."""
+    table = json.loads(_CLAIMS.read_text(encoding="utf-8"))["tables"][name]
+    return _table(tuple(table["head"]), [tuple(row) for row in table["rows"]])
+
+
+def _stored_tables() -> list[str]:
+    return list(json.loads(_CLAIMS.read_text(encoding="utf-8"))["tables"])
+
+
+def figure_name(paper: str) -> str:
+    """Return the name of a paper's page of figures, and of its picture."""
+    return paper.lower().replace(" ", "-")
+
+
+def _figures(paper: str) -> str:
+    """Return the sources of the paper's numbers by panel, and the panels and figures that are not drawn."""
+    panels: list[dict[str, Any]] = json.loads(_FIGURES.read_text(encoding="utf-8"))[paper]
+    entries = tomllib.loads(_POINTS.read_text(encoding="utf-8"))[paper]
+    by_name = {name: entry for entry in entries for name in entry["names"]}
+    rows = [(panel["name"], panel["title"], _given(by_name[panel["name"]])) for panel in panels]
+    skipped = [(", ".join(entry["names"]), entry["skip"]) for entry in entries if "skip" in entry]
+    missing: dict[str, list[str]] = {}
+    for panel in panels:
+        if panel["missing"]:
+            missing.setdefault(panel["missing"], []).append(panel["name"].split(",")[0])
+    for command, names in missing.items():
+        skipped.append((f"{', '.join(dict.fromkeys(names))}, by load", f"the stored run is older: `{command}`"))
+    parts = [_table(("panel", "content", "the paper's numbers"), rows), "Not drawn:\n", _table(("", "reason"), skipped)]
+    return "\n".join(parts)
+
+
+def _given(entry: dict[str, Any]) -> str:
+    if "none" in entry:
+        return f"*{entry['none']}*"
+    points = [f"{name} {', '.join(f'{x}: {y:g}' for x, y in line)}" for name, line in entry.get("points", {}).items()]
+    ranges = [f"{name} {' to '.join(_ends(ends))}" for name, ends in entry.get("ranges", {}).items()]
+    marks = [f"{name} at {x:,}" for name, x in entry.get("marks", {}).items()]
+    return "<br> ".join([*(f"{text}." for text in (*points, *ranges, *marks)), f"*{entry['source']}*"])
+
+
+def _ends(ends: Sequence[float]) -> list[str]:
+    return list(dict.fromkeys(f"{end:g}" for end in ends))
 
 
 def _models() -> str:
@@ -187,6 +236,7 @@ def _table(head: Row, rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
 
+FIGURES = {paper: figure_name(paper) for paper in json.loads(_FIGURES.read_text(encoding="utf-8"))}
 PARTS: dict[str, Callable[[], str]] = {
     "flags": _flags,
     "limits": _limits,
@@ -196,6 +246,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "served_errors": _served_errors,
     "claims": _claims,
     "models": _models,
+    **{name: partial(_stored_table, name) for name in _stored_tables()},
+    **{f"figures_{name.replace('-', '_')}": partial(_figures, paper) for paper, name in FIGURES.items()},
 }
 
 if __name__ == "__main__":

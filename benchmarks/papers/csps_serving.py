@@ -2,7 +2,8 @@
 
     python benchmarks/papers/csps.py --serving [--models internlm2.5-7b] [--json FILE]      # some ten minutes
 
-`--json csps_serving.json` stores the figures that the claims page uses.
+`--json benchmarks/papers/csps_serving.json` stores the cases that claims and figures use, after each case. Cases in the
+file are not simulated again, unless other code has simulated them.
 
 - Lengths are log-normal, through median and P99 of Table 2. The paper does not give the distribution. There are 40
   requests of each data set, one for each fortieth of the distribution. Input and output are paired at random.
@@ -34,6 +35,7 @@ from statistics import NormalDist
 
 import msgspec
 import numpy as np
+from stored_runs import code_version
 from tqdm import tqdm
 
 from longspan.core.options import SchedulingArgs
@@ -122,6 +124,7 @@ class Case:
         tuned: the chunk of `sarathi tuned`, when requests are alone.
         alone: by system.
         served: by requests per second of 64 GPUs, then system.
+        code: `code_version` of the simulation.
     """
 
     model: str
@@ -131,6 +134,7 @@ class Case:
     tuned: int
     alone: dict[str, Times]
     served: dict[float, dict[str, Means]]
+    code: str = ""
 
     @property
     def name(self) -> str:
@@ -248,6 +252,7 @@ def study(model: str, data_set: DataSet) -> Case:
         tuned=tuned,
         alone=alone,
         served=served,
+        code=code_version(),
     )
 
 
@@ -315,12 +320,16 @@ def _rounded(value: float) -> float:
 def run(args: argparse.Namespace) -> list[Case]:
     """Simulate all cases, and store them with `--json`."""
     path: Path | None = args.json
-    cases = []
-    for model, data_set in tqdm(list(product(args.models, DATA_SETS)), desc="cases", disable=None):
-        cases.append(study(model, data_set))
+    found = {(case.model, case.data_set): case for case in (stored(path) if path else [])}
+    requested = list(product(args.models, DATA_SETS))
+    for model, data_set in tqdm(requested, desc="cases", disable=None):
+        before = found.get((model, data_set.name))
+        if before is not None and before.code == code_version():
+            continue
+        found[model, data_set.name] = study(model, data_set)
         if path is not None:
-            path.write_bytes(msgspec.json.encode(cases).replace(b'"tuned"', b'\n"tuned"') + b"\n")
-    return cases
+            path.write_bytes(msgspec.json.encode(list(found.values())).replace(b'"tuned"', b'\n"tuned"') + b"\n")
+    return [found[model, data_set.name] for model, data_set in requested]
 
 
 def stored(path: Path | None = None) -> list[Case]:

@@ -27,7 +27,7 @@ from closed_form import OfflineWork, layer_terms, max_batch, stage_s, static_thr
 from rich.console import Console
 from rich.table import Table
 from seesaw_serving import INPUT_LEN, OUTPUT_LENS, Machine, Point
-from verdicts import Check, Claim, bound, choice, numbers, order, report_claims
+from verdicts import Check, Claim, PageTable, bound, choice, in_range, numbers, order, report_claims
 
 from longspan.cost.estimate import Estimate
 from longspan.cost.memory import USED_MEMORY
@@ -88,9 +88,40 @@ def claims(points: Sequence[Point] | None = None) -> list[Claim]:
             _LENGTHS,
         ),
         *(_speedup(points, hardware) for hardware in _SPEEDUPS),
+        *_all_bars(points),
         *(make(points, figure) for figure in (12, 13, 14) for make in (_winners, _gains)),
         *_a100(points),
+        Claim(
+            "A.3, Fig. 15",
+            "More data parallelism loads more for a token, fits fewer requests, and communicates less "
+            "(13B on 8 L4, 1,000 tokens each).",
+            _data_parallel(),
+        ),
     ]
+
+
+def tables() -> dict[str, PageTable]:
+    """Return the table of the page of `seesaw`: the gain over the best single parallelism in each figure."""
+    points, given = (
+        seesaw_serving.stored(),
+        {10: "1.36", 11: "not shown", 12: "above 1", 13: "at least 1", 14: "above 1"},
+    )
+    rows = []
+    for figure, title in _TITLES.items():
+        ratios = [point.ratio for point in points if point.figure == figure and point.ratio is not None]
+        if ratios:
+            mean, ends = statistics.geometric_mean(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"
+            rows.append((f"Fig. {figure}", title, f"{len(ratios)}", f"{mean:.2f}", ends, given[figure]))
+    return {"seesaw_gains": PageTable(("", "points", "number", "mean", "range", "the paper"), rows)}
+
+
+_TITLES = {
+    10: "three models, articles and chats, A10 and L4",
+    11: "70B on eight A100, by NVLink and PCIe",
+    12: "34B on four A10, articles",
+    13: "70B on eight A10, prompts of 3,000 tokens, answers of 1 to 1,000",
+    14: "34B on eight A10, articles, links of 0.1 to 50 times the speed",
+}
 
 
 # ---------------------------------------------------------------- static parallelism
@@ -128,6 +159,26 @@ def _l4() -> dict[str, dict[str, float]]:
     }
 
 
+def static_times(specs: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the seconds of Fig. 1 by phase, spec and kind of work."""
+    l4 = Setting(model="llama-2-13b", hardware="l4")
+    estimates = {
+        "prefill": {spec: l4.prefill(spec, "local", _TOKENS, batch=_BATCH) for spec in specs},
+        "decode": {spec: l4.decode(spec, _TOKENS, _BATCH) for spec in specs},
+    }
+    return {
+        phase: {
+            spec: {
+                "communication": one.breakdown.all_reduce_s,
+                "attention": one.breakdown.attention_s,
+                "products and the rest": _filled_s(one) - one.breakdown.all_reduce_s - one.breakdown.attention_s,
+            }
+            for spec, one in by_spec.items()
+        }
+        for phase, by_spec in estimates.items()
+    }
+
+
 def _filled_s(estimate: Estimate) -> float:
     return estimate.seconds - estimate.breakdown.pipeline_s
 
@@ -151,9 +202,40 @@ def _decode_rate(spec: str, tokens: int, used: float = 1.0) -> float:
     return best
 
 
+def disaggregated() -> dict[str, float]:
+    """Return the tokens per second of Fig. 4: of each phase on 4 of 8 GPUs, and of decoding on 8."""
+    decode = {f"decode on {num}": _decode_rate(spec, _ARTICLE) for num, spec in ((4, _HALF), (8, _WHOLE))}
+    return {"prefill on 4": _ARTICLE / _half().prefill(_HALF, "local", _ARTICLE).seconds, **decode}
+
+
 def _prefill_over_decode(tokens: int) -> float:
     prefilled = tokens / _half().prefill(_HALF, "local", tokens).seconds
     return prefilled / _decode_rate(_HALF, tokens)
+
+
+def decoding(instances: int) -> tuple[float, float, float]:
+    """Return the milliseconds of loads and of communication for a token of a request, and the number of requests.
+
+    The model is 13B on 8 L4, evenly divided among `instances` by tensor parallelism. Memory is full of requests.
+    """
+    line = Machine(model="llama-2-13b", hardware="l4", gpus=8).line(f"tp{8 // instances}")
+    work = OfflineWork(num_requests=1, input_len=_TOKENS, output_len=1)
+    batch = max_batch(line, work, _EQ_1_TOKENS[0])
+    terms, layers = layer_terms(line, work.passed(0, batch)), line.layer.model.attention.num_layers
+    per_token_ms = 1e3 * layers / (batch * instances)
+    return (terms.weights_s + terms.kv_s) * per_token_ms, terms.network_s * per_token_ms, batch * instances
+
+
+def _data_parallel() -> Check:
+    named = {"TP8": 1, "2 x TP4": 2, "4 x TP2": 4}
+    taken = {name: decoding(instances) for name, instances in named.items()}
+    return order(
+        {
+            "loads of a token, ms": {name: taken[name][0] for name in named},
+            "communication, ms": {name: taken[name][1] for name in reversed(named)},
+            "requests": {name: taken[name][2] for name in reversed(named)},
+        }
+    )
 
 
 def _print_half() -> None:
@@ -254,6 +336,26 @@ def _speedup(points: Sequence[Point], hardware: str) -> Claim:
     ratios = _mean_and_most(points, hardware)
     check = f"up to {most}" if ratios is None else numbers({"mean": (mean, ratios[0]), "most": (most, ratios[1])})
     return Claim("6.2, Fig. 10", says, check, _missing(points) if ratios is None else _WORKLOADS)
+
+
+def _all_bars(points: Sequence[Point]) -> list[Claim]:
+    """Compare all bars of Fig. 10 together."""
+    means = {hardware: _mean_and_most(points, hardware) for hardware in _SPEEDUPS}
+    bars = {point.name: point.ratio for point in points if point.figure == 10 and point.ratio is not None}
+    given = (
+        ("6.2", "Over all models, workloads and devices the mean is 1.36.", "1.36"),
+        ("6.2", "The gain is larger on A10 than on L4.", "no number"),
+        ("8", "Each gain is between 1.06 and 1.78.", "1.06 to 1.78"),
+    )
+    a10, l4 = means["a10"], means["l4"]
+    if a10 is None or l4 is None:
+        return [Claim(where, says, paper, _missing(points)) for where, says, paper in given]
+    checks = (
+        numbers({"mean": (1.36, statistics.geometric_mean(bars.values()))}),
+        order({"": {"L4": l4[0], "A10": a10[0]}}),
+        in_range(1.06, 1.78, {"least": min(bars.values()), "most": max(bars.values())}),
+    )
+    return [Claim(where, says, check, _WORKLOADS) for (where, says, _), check in zip(given, checks, strict=True)]
 
 
 def _mean_and_most(points: Sequence[Point], hardware: str) -> tuple[float, float] | None:

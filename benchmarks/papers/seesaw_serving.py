@@ -2,7 +2,8 @@
 
     python benchmarks/papers/seesaw.py --serving [--figures 10 13] [--arxiv FILE] [--json FILE]
 
-`--json seesaw_serving.json` stores the figures that the claims page uses. Points in the file are not simulated again.
+`--json benchmarks/papers/seesaw_serving.json` stores the points that claims and figures use, after each point. Stored
+points are not simulated again, unless other code has simulated them.
 
 - 15B runs on four devices, 34B and 70B on eight (section 6.2). Fig. 12 has 34B on four A10. Fig. 11 has Llama 3 70B on
   eight A100 of 40 GB. PCIe is 4.0 x8, with 80 GiB of host memory for each device. All requests arrive together.
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -34,6 +35,7 @@ import closed_form
 import msgspec
 import numpy as np
 from closed_form import OfflineWork
+from stored_runs import code_version
 from tqdm import tqdm
 
 from longspan.core.cluster import Cluster
@@ -167,12 +169,14 @@ class Point:
     Attributes:
         static: by parallel spec.
         pairs: by the two specs of Seesaw, with an arrow between. Empty if no policy reshards.
+        code: `code_version` of the simulation.
     """
 
     figure: int
     name: str
     static: dict[str, Rate]
     pairs: dict[str, Rate]
+    code: str = ""
 
     @property
     def best_static(self) -> str:
@@ -204,7 +208,7 @@ class Case:
 def cases(figures: Sequence[int], arxiv: Path) -> list[Case]:
     """Return the points of these figures, in ascending order of simulation time."""
     points: list[Case] = []
-    workloads: dict[str, Callable[[], Workload]] = {"arxiv": partial(articles, arxiv), "sharegpt": _sharegpt}
+    workloads: dict[str, Callable[[], Workload]] = {"arxiv": partial(articles, arxiv), "sharegpt": chats}
     models = (("llama-3-15b", 4), ("codellama-34b", 8), ("llama-2-70b", 8))
     for length in OUTPUT_LENS:
         machine = Machine(model="llama-2-70b", hardware="a10", gpus=8)
@@ -240,18 +244,18 @@ def articles(file: Path) -> Workload:
     return make_workload(WorkloadSpec(workload=str(path), num_requests=_NUM_ARXIV, rate=math.inf))
 
 
-def _sharegpt() -> Workload:
+def chats() -> Workload:
+    """Return requests of ShareGPT's lengths."""
     return make_workload(WorkloadSpec(workload=str(_SHAREGPT_QUANTILES), num_requests=_NUM_SHAREGPT, rate=math.inf))
 
 
 # ---------------------------------------------------------------- the best of each point
 
 
-def point(case: Case, static: Mapping[str, Rate] | None = None) -> Point:
-    """Return the best throughput of likely pairs, and of static specs unless `static` is given."""
+def point(case: Case) -> Point:
+    """Return the best throughput of static specs and of likely pairs."""
     requests, machine = case.requests(), case.machine
-    static = _static(machine, requests) if static is None else static
-    pairs = {}
+    static, pairs = _static(machine, requests), {}
     if has_resharding():
         runs = {
             f"{prefill} → {decode}": partial(throughput, machine, requests, spec=prefill, decode_spec=decode)
@@ -260,7 +264,7 @@ def point(case: Case, static: Mapping[str, Rate] | None = None) -> Point:
         rates = {pair: run_pair(_FIRST_TOKENS) for pair, run_pair in runs.items()}
         best = max(rates, key=rates.__getitem__)
         pairs = {pair: _climb(run_pair, rates[pair], tuned=pair == best) for pair, run_pair in runs.items()}
-    return Point(figure=case.figure, name=case.name, static=dict(static), pairs=pairs)
+    return Point(figure=case.figure, name=case.name, static=static, pairs=pairs, code=code_version())
 
 
 def _static(machine: Machine, requests: Workload) -> dict[str, Rate]:
@@ -346,9 +350,9 @@ def run(args: argparse.Namespace) -> list[Point]:
     requested = cases(args.figures, args.arxiv)
     for case in tqdm(requested, desc="points", disable=None):
         key, before = (case.figure, case.name), points.get((case.figure, case.name))
-        if before is not None and (before.pairs or not has_resharding()):
+        if before is not None and before.code == code_version():
             continue
-        points[key] = point(case, None if before is None else before.static)
+        points[key] = point(case)
         show(points[key])
         if args.json:
             ordered = sorted(points.values(), key=lambda point: point.figure)

@@ -3,7 +3,8 @@
     python benchmarks/papers/tetris.py --serving [--quick] [--num-requests N] [--jobs N] [--json FILE]
     python benchmarks/papers/tetris.py --auto [--num-requests N] [--jobs N]
 
-`--json tetris_serving.json` replaces the figures that the claims page uses. They are of a run with the defaults.
+`--json benchmarks/papers/tetris_serving.json` stores the results that claims and figures use, after each case. Cases in
+the file are not simulated again, unless the code or the number of requests is another one.
 
 The 8B model of Llama 3 runs on 4 hosts of 8 A100. It has 16 prefill instances of TP 1, 2 decode instances of TP 8, and
 groups of up to 16. The 70B model runs on 8 hosts. It has 8 prefill and 8 decode instances of TP 4, and groups of up to
@@ -27,7 +28,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
 
@@ -35,6 +36,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from stored_runs import code_version
 from tqdm import tqdm
 
 from longspan.core.options import SchedulingArgs
@@ -47,7 +49,7 @@ from longspan.workload.arrivals import Workload
 from longspan.workload.requests import make_workload
 from longspan.workload.spec import WorkloadSpec
 
-_WORKLOADS = ("short", "medium", "long")
+WORKLOADS = ("short", "medium", "long")
 _OUTPUT_LEN = 512
 _SEED, _PROFILED_SEED = 0, 1
 FIXED_RATES = (0.1, 0.3, 0.5, 0.7)
@@ -56,7 +58,9 @@ _LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
 _PRECISION = 1.05
 _MIN_REQUESTS = 200
 _AS_GOOD = 0.98
-_STORED = Path(__file__).with_name("tetris_serving.json")
+QUANTILES = tuple(range(5, 100, 5))
+"""Percentiles of TTFT that are stored (Fig. 9)."""
+STORED = Path(__file__).with_name("tetris_serving.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,11 @@ SETUPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One system at one rate."""
+    """One system at one rate.
+
+    Attributes:
+        ttft_quantiles_s: TTFT at the `QUANTILES`.
+    """
 
     ttft_p50_s: float
     ttft_p99_s: float
@@ -99,6 +107,7 @@ class Point:
     tbt_p99_s: float | None
     throughput_tokens_per_s: float
     computing: float
+    ttft_quantiles_s: list[float] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -107,8 +116,10 @@ class Study:
 
     Attributes:
         num_requests: of each run.
+        code: `code_version` of the simulation.
         max_rates: by system.
         at_limit: by system, at the highest rate of the best baseline.
+        curves: P50 and P99 of TTFT by system and rate, at shares of the highest rate of `tetris`.
         fixed_rates: TTFT with an improvement rate over that with the table, by load, then rate: P50 and P99.
         single_chunk: by load: TTFT without chunks over that with chunks (P50 and P99), and the share of time in which
             prefill instances compute, without and with chunks.
@@ -119,8 +130,10 @@ class Study:
     num_requests: int
     light_s: float
     table: str
+    code: str = ""
     max_rates: dict[str, float] = field(default_factory=dict)
     at_limit: dict[str, Point] = field(default_factory=dict)
+    curves: dict[str, dict[float, tuple[float, float]]] = field(default_factory=dict)
     fixed_rates: dict[float, dict[float, tuple[float, float]]] = field(default_factory=dict)
     single_chunk: dict[float, tuple[float, float, float, float]] = field(default_factory=dict)
 
@@ -202,7 +215,14 @@ def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ..
     """Run all simulations of one setup and workload."""
     systems = Systems(setup, workload, num_requests)
     light_s, table = systems.profile()
-    results = Study(model=setup.model, workload=workload, num_requests=num_requests, light_s=light_s, table=table)
+    results = Study(
+        model=setup.model,
+        workload=workload,
+        num_requests=num_requests,
+        light_s=light_s,
+        table=table,
+        code=code_version(),
+    )
     for name, experiment in systems.experiments.items():
         results.max_rates[name] = _max_rate(experiment, systems.answers(name), light_s)
     limit = results.max_rates[results.best_baseline]
@@ -210,6 +230,10 @@ def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ..
         results.at_limit[name] = _point(experiment, systems.requests().at_rate(limit))
     for load in loads:
         _ablations(results, systems.experiments["tetris"], systems.answers("tetris"), load)
+        rate = load * results.max_rates["tetris"]
+        for name, experiment in systems.experiments.items():
+            point = _point(experiment, systems.answers(name).at_rate(rate))
+            results.curves.setdefault(name, {})[rate] = (point.ttft_p50_s, point.ttft_p99_s)
     return results
 
 
@@ -265,6 +289,7 @@ def _point(experiment: Experiment, requests: Workload) -> Point:
         tbt_p99_s=numbers["tbt_p99_s"] if decodes else None,
         throughput_tokens_per_s=float(numbers["throughput_tokens_per_s"] or 0),
         computing=_computing(experiment, result, timeline),
+        ttft_quantiles_s=np.percentile(result.ttfts_s, QUANTILES).tolist(),
     )
 
 
@@ -294,15 +319,42 @@ def run(args: argparse.Namespace) -> list[Study]:
     json_path: Path | None = args.json
     if number < _MIN_REQUESTS:
         raise SystemExit(f"--num-requests must be at least {_MIN_REQUESTS}, or no rate is too high, but {number} given")
-    studies = []
+    done = {(study.model, study.workload): study for study in stored_studies(json_path)}
     with ProcessPoolExecutor(max_workers=args.jobs) as pool:
-        futures = [pool.submit(study, setup, workload, number, loads) for setup, workload in cases]
-        for future in tqdm(futures, desc="cases", disable=None):
-            studies.append(future.result())
-            _print(studies[-1])
+        futures = {
+            (setup.model, workload): pool.submit(study, setup, workload, number, loads)
+            for setup, workload in cases
+            if not _is_current(done.get((setup.model, workload)), number)
+        }
+        for key, future in tqdm(futures.items(), desc="cases", disable=None):
+            done[key] = future.result()
+            _print(done[key])
             if json_path is not None:
-                json_path.write_bytes(msgspec.json.format(msgspec.json.encode(figures(studies)), indent=1) + b"\n")
-    return studies
+                _store(json_path, list(done.values()))
+    return [done[setup.model, workload] for setup, workload in cases]
+
+
+def _is_current(study: Study | None, num_requests: int) -> bool:
+    return study is not None and (study.code, study.num_requests) == (code_version(), num_requests)
+
+
+def _store(path: Path, studies: Sequence[Study]) -> None:
+    """Write the results of studies, next to the stored ones of workloads that have no study."""
+    before = stored(path) if path.is_file() else {}
+    now = {model: _joined(before.get(model), found) for model, found in figures(studies).items()}
+    path.write_bytes(msgspec.json.format(msgspec.json.encode({**before, **now}), indent=1) + b"\n")
+
+
+def _joined(before: Figures | None, now: Figures) -> Figures:
+    """Return the numbers of all workloads, the new ones where there are both."""
+    if before is None:
+        return now
+    by_workload = {
+        item.name: {**getattr(before, item.name), **getattr(now, item.name)}
+        for item in fields(Figures)
+        if item.name != "num_requests"
+    }
+    return Figures(num_requests=min(before.num_requests, now.num_requests), **by_workload)
 
 
 def _print(case: Study) -> None:
@@ -348,6 +400,7 @@ class Figures:
         fixed_rate: the least TTFT with any fixed improvement rate over that with the table, P50 and P99, all loads.
         low_load, high_load: P50 of TTFT over that with the table, by workload and improvement rate.
         single_p50, single_p99: TTFT without chunks over that with them, at the worst load.
+        studies: the results, by workload.
     """
 
     num_requests: int
@@ -358,15 +411,23 @@ class Figures:
     fixed_rate: dict[str, float]
     single_p50: dict[str, float]
     single_p99: dict[str, float]
+    studies: dict[str, Study] = field(default_factory=dict)
     tbt_p50: dict[str, float] = field(default_factory=dict)
     tbt_p99: dict[str, float] = field(default_factory=dict)
     low_load: dict[str, dict[str, float]] = field(default_factory=dict)
     high_load: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def stored() -> dict[str, Figures]:
+def stored(path: Path = STORED) -> dict[str, Figures]:
     """Read the stored figures by model."""
-    return msgspec.json.decode(_STORED.read_bytes(), type=dict[str, Figures])
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Figures])
+
+
+def stored_studies(path: Path | None = STORED) -> list[Study]:
+    """Read the stored results of all cases."""
+    if path is None or not path.is_file():
+        return []
+    return [study for figures in stored(path).values() for study in figures.studies.values()]
 
 
 def figures(studies: Sequence[Study]) -> dict[str, Figures]:
@@ -392,6 +453,7 @@ def _figures(studies: Mapping[str, Study]) -> Figures:
         return {name: max(ratios[place] for ratios in study.single_chunk.values()) for name, study in studies.items()}
 
     return Figures(
+        studies=dict(studies),
         num_requests=min(study.num_requests for study in studies.values()),
         max_rates={name: study.max_rates for name, study in studies.items()},
         ttft_p50=over("ttft_p50_s"),
@@ -414,7 +476,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `--serving` and `--auto`."""
     models = [setup.model for setup in SETUPS]
     parser.add_argument("--models", nargs="+", default=models, choices=models)
-    parser.add_argument("--workloads", nargs="+", default=_WORKLOADS, choices=_WORKLOADS)
+    parser.add_argument("--workloads", nargs="+", default=WORKLOADS, choices=WORKLOADS)
     parser.add_argument("--quick", action="store_true", help="the first of these cases, 400 requests")
     parser.add_argument("--num-requests", type=int, help="of each run; 1000 unless --quick")
     parser.add_argument("--jobs", type=int, default=2, help="processes")

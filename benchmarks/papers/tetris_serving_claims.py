@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tetris_serving import FIXED_RATES, Figures
-from verdicts import Check, Claim, bound, choice, in_range, numbers, order
+from verdicts import Check, Claim, PageTable, bound, choice, in_range, numbers, order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,22 @@ def claims(stored: Mapping[str, Figures]) -> list[Claim]:
         for model, figures in stored.items()
         for claim in (*_against_baselines(_CLAIMED[model], figures), *_ablations_of(_CLAIMED[model], figures))
     ]
+
+
+def table(stored: Mapping[str, Figures]) -> PageTable:
+    """Return the comparison with the best baseline of each case."""
+    head = ("case", "`tetris`, baseline (requests/s)", "rate", "TTFT P50", "TTFT P99", "TBT")
+    rows = []
+    for model, found in stored.items():
+        for workload, rates in found.max_rates.items():
+            own, name = rates["tetris"], max((name for name in rates if name != "tetris"), key=rates.__getitem__)
+            longer = f"{100 * (found.tbt_p50[workload] - 1):+.0f} %" if _CLAIMED[model].name == "8B" else ""
+            times = (f"{ratios[workload]:.2g}x" for ratios in (found.ttft_p50, found.ttft_p99))
+            gain = f"{100 * (own / rates[name] - 1):+.0f} %"
+            highest = f"{own:.2f}, {rates[name]:.2f} (`{name}`)"
+            rows.append((f"{_CLAIMED[model].name}, `{workload}`", highest, gain, *times, longer))
+    rows.append(("the paper", "", "+20 to +45 %", "1.64 to 4.17x", "1.52 to 4.35x", "+55 to +67 %"))
+    return PageTable(head, rows)
 
 
 def _against_baselines(paper: _Claimed, found: Figures) -> list[Claim]:

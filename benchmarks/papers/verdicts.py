@@ -48,8 +48,9 @@ class Claim:
         where: section, figure or table.
         says: the claim in a sentence.
         check: numbers and the outcome. If the claim is not modelled, the paper's number as text.
-        why: the known reason of a failure, or the missing model.
+        why: the known reason of a failure, or the reason for no model.
         required: if True, scripts exit with 1 if the claim fails.
+        weak: the reason why the verdict says little, although the rule decides it. Shown with every verdict.
     """
 
     where: str
@@ -57,6 +58,7 @@ class Claim:
     check: Check | str
     why: str = ""
     required: bool = False
+    weak: str = ""
 
     @property
     def verdict(self) -> str:
@@ -66,9 +68,9 @@ class Claim:
         return "holds" if self.check.holds else "fails"
 
     def row(self) -> dict[str, str | bool]:
-        """Return the claim's texts for a table or a file. For a claim that holds, `why` is empty."""
+        """Return the claim's texts for a table or a file. For a claim that holds, `why` is empty unless it is weak."""
         rule, paper, ours, _ = Check("", self.check, "", False) if isinstance(self.check, str) else self.check
-        why = "" if self.verdict == "holds" else self.why
+        why = " ".join(filter(None, ["" if self.verdict == "holds" else self.why, self.weak]))
         return {
             "where": self.where,
             "says": self.says,
@@ -78,7 +80,25 @@ class Claim:
             "verdict": self.verdict,
             "why": why,
             "required": self.required,
+            "weak": bool(self.weak),
         }
+
+
+class PageTable(NamedTuple):
+    """A table of a page of the docs."""
+
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+def errors_table(named: Mapping[str, Sequence[Cell]]) -> PageTable:
+    """Return the mean and the worst error of several tables of cells."""
+    rows = []
+    for name, cells in named.items():
+        worst = max(cells, key=lambda cell: abs(cell.error))
+        texts = _percent(mean_error(cells), ".1f"), f"{_percent(worst.error, '+.1f')} ({worst.name})"
+        rows.append((f"{name} ({len(cells)} cells)", *texts))
+    return PageTable(("", "mean error", "worst"), rows)
 
 
 VERDICTS = ("holds", "fails", "not modelled")
@@ -155,12 +175,13 @@ def report_claims(paper: str, claims: Sequence[Claim]) -> bool:
         row = claim.row()
         colour = {"holds": "green", "fails": "red"}.get(claim.verdict, "dim")
         why = f"\n[dim]{row['why']}" if row["why"] else ""
-        required = ", required" if claim.required else ""
+        verdict = claim.verdict + (", weak" if claim.weak else "") + (", required" if claim.required else "")
         texts = claim.where, claim.says + why, str(row["paper"]), str(row["ours"])
-        shown.add_row(*texts, f"[{colour}]{claim.verdict}{required}")
+        shown.add_row(*texts, f"[{colour}]{verdict}")
     Console(width=160).print(shown)
     numbers_of = counts([claim.verdict for claim in claims])
-    print(f"{paper}: " + ", ".join(f"{number} {verdict}" for verdict, number in numbers_of.items()))
+    weak = sum(bool(claim.weak) for claim in claims)
+    print(f"{paper}: " + ", ".join(f"{number} {verdict}" for verdict, number in numbers_of.items()) + f" ({weak} weak)")
     failing = [claim for claim in claims if claim.required and claim.verdict != "holds"]
     for claim in failing:
         print(f"FAIL, and is required: {claim.where}: {claim.says}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,10 +81,51 @@ def test_recorded_verdicts_equal_new_ones(paper: str, found: Callable[[], list[C
     assert KEPT["papers"][paper] == [claim.row() for claim in found()], "run make claims"
 
 
-def test_every_failing_claim_states_its_known_cause() -> None:
+def test_every_failing_or_weak_claim_states_its_reason() -> None:
     rows = [row for rows in KEPT["papers"].values() for row in rows]
     assert {row["verdict"] for row in rows} == set(VERDICTS) and KEPT["rules"] == RULES
-    assert [row["says"] for row in rows if row["verdict"] != "holds" and not row["why"]] == []
+    assert [row["says"] for row in rows if (row["verdict"] != "holds" or row["weak"]) and not row["why"]] == []
+
+
+def test_a_claim_that_is_not_modelled_has_a_reason_beyond_missing_work() -> None:
+    rows = [row for rows in KEPT["papers"].values() for row in rows if row["verdict"] == "not modelled"]
+    undone = re.compile(r"did not keep|missing|not (?:yet|done|implemented|simulated)|needs? a run", re.IGNORECASE)
+    assert [row["why"] for row in rows if undone.search(row["why"])] == []
+
+
+def test_a_weak_claim_says_so_with_any_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    fails, holds = numbers({"": (1.0, 2.0)}), numbers({"": (1.0, 1.0)})
+    weak = [Claim("1", "a", check, why="a cause", weak="far bounds") for check in (holds, fails)]
+    assert [(claim.verdict, claim.row()["why"]) for claim in weak] == [
+        ("holds", "far bounds"),
+        ("fails", "a cause far bounds"),
+    ]
+    assert report_claims("paper", [*weak, Claim("2", "b", holds)])
+    printed = capsys.readouterr().out
+    assert "holds, weak" in printed and "2 holds, 1 fails, 0 not modelled (2 weak)" in printed
+    said = {row["says"]: row["weak"] for row in KEPT["papers"]["CSPS"]}
+    assert {text for text, is_weak in said.items() if is_weak} >= {
+        text for text in said if text.startswith(("Queries of a token travel", "SP-NTP has 1.32"))
+    }
+
+
+@pytest.mark.parametrize("paper", [*claims.PAPERS])
+def test_recorded_tables_and_panels_equal_new_ones(paper: str) -> None:
+    """The pages of policies and the pictures show them."""
+    if paper == "KV-Runahead":
+        pytest.skip("its searches take minutes: the next test compares its tables")
+    made = claims.PAPERS[paper].tables()
+    assert {name: json.loads(json.dumps(table._asdict())) for name, table in made.items()}.items() <= KEPT[
+        "tables"
+    ].items(), "run make claims"
+    panels = [json.loads(json.dumps(panel.stored())) for panel in claims.PAPERS[paper].panels()]
+    assert json.loads(claims.FIGURES.read_text(encoding="utf-8"))[paper] == panels, "run make figures"
+
+
+@pytest.mark.full
+def test_recorded_tables_of_kv_runahead_equal_new_ones() -> None:
+    made = {name: json.loads(json.dumps(table._asdict())) for name, table in kv_runahead.tables().items()}
+    assert made.items() <= KEPT["tables"].items(), "run make claims"
 
 
 def test_claims_on_serving_go_by_all_figures_of_a_study() -> None:
@@ -190,13 +232,14 @@ def test_claims_of_csps_go_by_all_cases_that_were_kept() -> None:
         made_case(model, data_set, gpus=[1, 4]) for model in csps_serving.MODELS for data_set in csps_serving.DATA_SETS
     ]
     found = {claim.where + claim.says[:10]: claim for claim in csps.claims(cases)}
-    assert "not modelled" not in {claim.verdict for claim in found.values()}
+    oracle = "5.3, Fig. 15TBT is at "  # no setting changes decodes
+    assert [name for name, claim in found.items() if claim.verdict == "not modelled"] == [oracle]
     ttft, prefill = found["5.3, Fig. 14TTFT of Sa"], found["5.3, Table 4Throughput"]
     assert ttft.verdict == "holds" and "GLM-4, NeedleBench, alone (2.5 : 8 GPUs) 7" in str(ttft.row()["ours"])
     assert prefill.row()["paper"] == "4.3 to 5.2", "decode comes last"
     assert found["5.3, Fig. 171.6 to 2.5"].verdict == "fails", "seven times the rate is more than the paper has"
-    without = {claim.where: claim.verdict for claim in csps.claims([])}
-    assert without["5.3, Fig. 14"] == "not modelled" and without["4.1, Table 3"] == "holds"
+    without = {claim.where + claim.says[:10]: claim.verdict for claim in csps.claims([])}
+    assert without["5.3, Fig. 14TTFT of Sa"] == "not modelled" and without["4.1, Table 3Queries of"] == "holds"
 
 
 def test_a_row_of_csps_that_does_not_say_its_gpus_makes_the_script_fail(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,6 +148,10 @@ class Csps(Policy, name="csps"):
 
     @property
     def hint(self) -> str | None:
+        if (config := self._config) is not None and (number := len(self.instances)) > 1:
+            levels = 1 + len(segments_of(number, self._hosts, config.levels))
+            if levels < config.levels:
+                return f"csa has {config.levels} levels, but {number} instances have {levels}: the rest is not used"
         if self._chooser is None or self._facts.cluster is None:
             return None
         return self._chooser.hint(self._objective)
