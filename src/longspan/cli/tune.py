@@ -109,7 +109,7 @@ def _accuracy(held_out: HeldOut) -> str:
     times = "not measured" if held_out.time_error is None else f"{held_out.time_error:.0%} off (median)"
     return (
         f"{held_out.num_points} points were held out: loss {held_out.accuracy:.1%} accurate (1 - mean absolute error, "
-        f"of 100 points), times {times}"
+        f"of 100 points), {held_out.covered:.0%} of prompts within the predicted gain of perplexity, times {times}"
     )
 
 

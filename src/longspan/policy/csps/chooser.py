@@ -26,7 +26,9 @@ from longspan.policy.csps.tuned import Tuned
 from longspan.policy.facts import Facts
 
 GRID = Grid(
-    drops=tuple(round(0.04 * number, 2) for number in range(13)), near_pieces=(1, 2, 4, 8), far_pieces=(1, 2, 4)
+    drops=(0.0, 0.02, 0.04, 0.06, 0.08, 0.1, *(round(0.04 * number, 2) for number in range(3, 13))),
+    near_pieces=(1, 2, 4, 8),
+    far_pieces=(1, 2, 4),
 )
 """The configurations that are tried. No prompt drops more than 48 % of the tokens of level 2."""
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 65536, 262144, 1048576)

@@ -45,7 +45,7 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     levels: Annotated[int, msgspec.Meta(ge=1, le=MAX_LEVELS)] = 3
     drop: Ratio | dict[int, Ratios] = {}
-    drop_mode: DropMode = "qkv"
+    drop_mode: DropMode = "kv"
     micro_partitions: Pieces | dict[int, Pieces] = 1
     samples: Count = 64
     rate_by: RateBy = "layer"
