@@ -95,6 +95,7 @@ class Tuned(Stored, frozen=True, kw_only=True):
         hosts: the host of each member of the group that measured.
         machine, data: the machine that measured, and its text.
         rates: of a member of that group, while all members compute.
+        deviations: of attention scores, as of `Group`.
         points: all measured points, in order. Empty if the file is only used for choices.
     """
 
@@ -109,12 +110,18 @@ class Tuned(Stored, frozen=True, kw_only=True):
     loss: LossModel
     rates: Rates
     held_out: HeldOut
+    deviations: tuple[tuple[float, ...], ...] = ()
     points: tuple[Point, ...] = ()
 
     @property
     def brief(self) -> Tuned:
         """A copy without points."""
         return msgspec.structs.replace(self, points=())
+
+    @property
+    def group(self) -> Group:
+        """The group that measured."""
+        return Group(shape=self.shape, hosts=self.hosts, rates=self.rates, deviations=self.deviations)
 
     def levels(self) -> set[int]:
         """Return the numbers of levels whose loss was measured, and 1 for exact attention."""
@@ -125,7 +132,7 @@ class Tuned(Stored, frozen=True, kw_only=True):
 
     def max_drop_without_loss(self, num_tokens: int, levels: int, mode: DropMode) -> float | None:
         """Return the largest drop ratio of level 2 without a predicted loss, or None if every ratio has a loss."""
-        group = Group(shape=self.shape, hosts=self.hosts, rates=self.rates)
+        group = self.group
         loss, largest = self.loss_in(self.hosts, mode), None
         for ratio in Grid().drops:
             if loss(num_tokens, group.mean_drop(Configuration(levels, ratio))) > NO_LOSS:
@@ -167,7 +174,7 @@ def tuned(points: Sequence[Point], group: Group, *, tuned_for: str, dtype: str, 
     """Fit the loss and the speeds to points, and measure their errors at the held-out points.
 
     Args:
-        group: the members that measured. Only the links of its rates are used.
+        group: the members that measured. Of its rates, only the links are used.
     """
     fitted, held_out = split(points)
     samples = loss_samples(group, fitted, points)
@@ -196,6 +203,7 @@ def tuned(points: Sequence[Point], group: Group, *, tuned_for: str, dtype: str, 
             covered=statistics.fmean(are_covered),
             time_error=statistics.median(time_errors) if time_errors else None,
         ),
+        deviations=group.deviations,
         points=tuple(points),
     )
 
