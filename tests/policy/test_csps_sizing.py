@@ -131,6 +131,16 @@ def test_steps_that_also_decode_are_shorter_with_a_target() -> None:
         make_policy("csps", num_instances=2, options={"target_tbt": "0"})
 
 
+def test_levels_that_groups_do_not_have_are_named() -> None:
+    def hint(num_instances: int, levels: int) -> str | None:
+        options = {"csa": json.dumps({"levels": levels, "drop": 0.1})}
+        return make_policy("csps", num_instances=num_instances, options=options).hint
+
+    assert hint(2, 3) == "csa has 3 levels, but groups of 2 instances have 2: the ratios of further levels are not used"
+    assert hint(4, 4) is not None and "groups of 4 instances have 3" in str(hint(4, 4))
+    assert hint(2, 2) is hint(4, 3) is hint(8, 4) is hint(4, 1) is None
+
+
 def test_memory_is_half_of_a_pool() -> None:
     served = cluster(4, "memory", num_blocks=20)
     sizes = {length: served.add(tokens(length, length), max_tokens=2) for length in (160, 161, 400)}

@@ -162,6 +162,13 @@ class Csps(Policy, name="csps"):
 
     @property
     def hint(self) -> str | None:
+        config, sizes = self._config, range(2, len(self.instances) + 1)
+        if config is not None:
+            most = 1 + max((len(segments_of(n, self._hosts[:n], config.levels)) for n in sizes), default=0)
+            if most >= config.levels:
+                return None
+            levels = f"csa has {config.levels} levels, but groups of {len(self.instances)} instances have {most}"
+            return f"{levels}: the ratios of further levels are not used"
         if self._chooser is None or self._facts.cluster is None:
             return None
         return self._chooser.hint(self._objective)
