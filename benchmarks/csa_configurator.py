@@ -2,7 +2,7 @@
 
     python benchmarks/csa_configurator.py [--tuned FILE] [--cases 50] [--require]
 
-The loss of accuracy: a tuned file excludes every fifth point from its fit. The script predicts the excluded points.
+The loss of accuracy: a tuned file excludes every fifth point from its fit, and has the accuracy at these points.
 The choice: prompts, links and objectives are random. The chooser selects settings as for a request. The enumeration has
 steps of 0.02 and more micro-partitions. The pipeline simulator predicts both times at the prompt's exact length. The
 file's own fit predicts both losses, and a fit to all points predicts that of the chosen settings. No model runs:
@@ -39,7 +39,7 @@ from longspan.policy.csps.chooser import CsaChooser
 from longspan.policy.csps.models import LossModel
 from longspan.policy.csps.objective import Objective
 from longspan.policy.csps.search import Choice, Configuration, Grid, Group, least_loss, least_ttft
-from longspan.policy.csps.tuned import Tuned, loss_samples, split
+from longspan.policy.csps.tuned import Tuned, loss_samples
 from longspan.policy.facts import Facts
 
 SHIPPED = Path(__file__).parents[1] / "src" / "longspan" / "policy" / "csps" / "data" / "smollm2-135m.json"
@@ -90,7 +90,7 @@ def main() -> int:
     rng = random.Random(args.seed)
     draws = [draw(rng, tuned, by_loss=number % 2 == 0) for number in range(args.cases)]
     cases = [compared(tuned, referee, *case) for case in track(draws, "comparing", console=Console(stderr=True))]
-    accuracy, of_points = held_out(tuned)
+    accuracy, of_points = tuned.held_out.accuracy, tuned.held_out.num_points
     met = [case.is_met for case in cases if case.is_met is not None]
     ratios = [case.time_ratio for case in cases if case.time_ratio is not None]
     choosing_s = [case.choosing_s for case in cases]
@@ -119,16 +119,6 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps([asdict(case) for case in cases], indent=1) + "\n", encoding="utf-8")
     return int(args.require and not all(is_good for _, is_good in checks))
-
-
-def held_out(tuned: Tuned) -> tuple[float, int]:
-    """Return the accuracy of the file's loss at the points excluded from its fit, and the number of these points."""
-    group = Group(shape=tuned.shape, hosts=tuned.hosts, rates=tuned.rates)
-    fitted, excluded = split(tuned.points)
-    model = LossModel.fit(loss_samples(group, fitted, tuned.points))
-    samples = loss_samples(group, excluded, tuned.points)
-    errors = [abs(model.predict(sample.num_tokens, sample.mean_drop, sample.mode) - sample.loss) for sample in samples]
-    return 1 - statistics.fmean(errors) / 100, len(errors)
 
 
 def draw(rng: random.Random, tuned: Tuned, *, by_loss: bool) -> tuple[int, float, Objective]:

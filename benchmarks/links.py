@@ -43,6 +43,7 @@ from hosts import Host, burst_bytes, network_hosts, why_not
 from longspan import LLM, RequestOutput, SamplingParams
 from longspan.core.exchange import exchange_named
 from longspan.core.layouts import shard_span
+from longspan.core.runs import SpanShards
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.catalog import Attention, Device, Efficiency, LinearCurve, Link, StreamCurve
@@ -308,17 +309,25 @@ class Prediction:
             return total_s
         exchange = exchange_named(case.exchange)._replace(micro_partitions=case.micro_partitions)
         members = Members((0, 1), self.model.attention, rates_of_roofline(self._line(rate), (0, 1)))
-        return total_s * time_share(exchange, self.num_tokens, members)
+        return total_s * time_share(exchange, 0, self._runs(), members)
 
     def breakdown(self, rate: Rate) -> Breakdown:
         """Return the slowest member's seconds by kind of work."""
-        case, exchange, line = self.case, exchange_named(self.case.exchange), self._line(rate)
-        start = _cached(self.num_tokens) if case.partial else 0
-        runs = shard_span(exchange.traits.layouts[0], start, self.num_tokens, 2, align=BLOCK, head=0)
+        exchange, line, runs = exchange_named(self.case.exchange), self._line(rate), self._runs()
+        start = self._start
         shares = Shares.of(shares_of(exchange, runs, start, self.num_tokens))
         channel = Channel(exchange=exchange, group=(0, 1), shares=shares, keys=self.num_tokens, decode=False)
         tokens = dict(enumerate(shares.queries))
         return max(line.times([channel], tokens, {1: 1}).values(), key=lambda spent: spent.total_s)
+
+    @property
+    def _start(self) -> int:
+        """The number of cached tokens."""
+        return _cached(self.num_tokens) if self.case.partial else 0
+
+    def _runs(self) -> SpanShards:
+        layout = exchange_named(self.case.exchange).traits.layouts[0]
+        return shard_span(layout, self._start, self.num_tokens, 2, align=BLOCK, head=0)
 
     def _line(self, rate: Rate) -> Roofline:
         """Return the cost model. A limited link sends the first bytes of each message at once."""

@@ -33,7 +33,7 @@ from hosts import Host, network_hosts, why_not
 
 from longspan import LLM, SamplingParams, evals
 from longspan.cost.architecture import ModelShape
-from longspan.cost.csa_pipeline import LinkSpeed, Rates, member_works
+from longspan.cost.csa_pipeline import LinkSpeed, Rates, member_works, whole_prompt
 from longspan.policy.csps.search import Configuration, Group
 
 _MAX_ERROR = 0.15
@@ -138,7 +138,8 @@ def _group(
 ) -> Group:
     """Return the simulator's settings. Attention's seconds give pairs per second, and all other seconds `rest_s`."""
     hosts, partition = (0, 1), -(-args.prompt // (2 * block_size)) * block_size
-    works = member_works(None, args.prompt, partition, hosts, shape)
+    runs = whole_prompt(args.prompt, partition, len(hosts))
+    works = member_works(None, runs, runs, hosts, shape)
     pairs = sum(sum(work.by_piece.values()) for work in works) * shape.num_layers
     link = LinkSpeed(args.gigabits * 1e9 / 8, 1e-4)
     rest_s = (ttft_s - max(attention_s)) / args.prompt

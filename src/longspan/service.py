@@ -183,6 +183,8 @@ class Service:
         check_windows(self.info, options.get("csa") or "off")
         policy, choice = self.setup.policy, self.setup.choice
         policy.update(options)
+        if policy.hint is not None:
+            _log.info("%s", policy.hint)
         self.setup = replace(self.setup, choice=choice.updated(policy))
 
     def start_recording(self) -> None:

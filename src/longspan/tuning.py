@@ -12,7 +12,9 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,22 +27,29 @@ from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.core.sparse import DropMode
 from longspan.core.sparse_plan import segments_of
 from longspan.cost.csa_pipeline import LinkSpeed, Rates
-from longspan.cost.profile import Profile
+from longspan.cost.profile import Prefill, Profile
 from longspan.errors import ParameterError
 from longspan.file_errors import unread
 from longspan.limits import read_text
 from longspan.policy.csps.search import STEP, Configuration, Group
 from longspan.policy.csps.tuned import Point
+from longspan.profiling import plan
 from longspan.profiling.links import time_links
 
 if TYPE_CHECKING:
     from longspan.llm import LLM
+    from longspan.model.files import ModelFiles
     from longspan.outputs import RequestOutput
 
 LENGTHS = (1024, 1536, 2048, 3072, 4096)
 DEPTHS = (0.1, 0.5, 0.9)
-MIN_POINTS = 20
-"""Minimum number of sparse points for a fit."""
+MIN_POINTS = 10
+"""Minimum number of sparse points for a fit. A fit to few points has a large margin, so few tokens are dropped."""
+_DEVIATION_TOKENS = 1024
+"""Tokens of the window whose attention scores give the ratios of layers and KV heads. Time is proportional to its
+square."""
+_DIGITS = 3
+"""Significant digits of a deviation, so that runs of one machine agree."""
 _MAX_LEVELS = 3
 _MAX_DROP = 0.6
 _TIMED_EVERY = 3
@@ -48,6 +57,8 @@ _MAX_DRAWS = 10_000
 """Number of draws, of which the last ones are hardly ever new."""
 _ANSWER_TOKENS = 24
 """Tokens of a forced answer with its end."""
+_WARM_UP_TOKENS = 256
+"""Tokens of the prompt whose speed predicts the time of points. Longer prompts predict better."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +74,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     text: str
     lengths: tuple[int, ...]
     depths: tuple[float, ...] = DEPTHS
-    revision: int = 2
+    revision: int = 3
     weights: str = ""
 
 
@@ -130,7 +141,7 @@ def header_of(llm: LLM, model: str, text: evals.Text) -> Header:
 
 
 def group_of(llm: LLM, hosts: tuple[int, ...], block_size: int) -> Group:
-    """Return a group with measured speeds of links. Other speeds are unknown.
+    """Return a group with measured speeds of links, and without deviations. Other speeds are unknown.
 
     Raises:
         WorkerLostError: the processes that measure links do not start.
@@ -148,12 +159,88 @@ def group_of(llm: LLM, hosts: tuple[int, ...], block_size: int) -> Group:
     return Group(shape=llm.facts.shape, hosts=hosts, rates=rates, block_size=block_size)
 
 
-def check_enough(points: Sequence[Point], lengths: Sequence[int], journal: Path) -> None:
+def deviations(files: ModelFiles, text: evals.Text) -> tuple[tuple[float, ...], ...]:
+    """Return the standard deviation of attention scores by layer and KV head, over the keys that a query sees.
+
+    This process computes a window of the text with the model. On CPUs it maps the weights that workers map.
+    """
+    import torch  # noqa: PLC0415 - tests of the journal need none
+    from torch import Tensor  # noqa: PLC0415
+
+    from longspan.model.adapter import Model  # noqa: PLC0415
+    from longspan.model.step import Rows  # noqa: PLC0415
+    from longspan.runtime.prompt_attention import hidden_keys, scores_by_kv_head  # noqa: PLC0415
+
+    window = text.window(min(_DEVIATION_TOKENS, len(text.token_ids)), 0, 1)
+    tokens = torch.tensor([*text.begin, *window])
+    positions = torch.arange(len(tokens))
+    model, found = Model(files, torch.device("cpu")), list[tuple[float, ...]]()
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        spec, out, of_layer = model.specs[layer], torch.empty_like(q), list[float]()
+        hidden = hidden_keys(positions, positions, spec.window)
+        num_seen = (~hidden).sum(dim=1)
+        for kv_head, (heads, scores) in enumerate(scores_by_kv_head(q, k, hidden, spec)):
+            weights = scores.softmax(dim=-1)
+            out[heads] = (weights @ v[kv_head].float()).to(q.dtype)
+            variance = weights.square().sum(dim=-1) / num_seen - num_seen.float().pow(-2)
+            of_layer.append(float(f"{variance.clamp_min(0).mean().sqrt().item():.{_DIGITS}g}"))
+        found.append(tuple(of_layer))
+        return out
+
+    none = torch.empty(0, dtype=torch.int64)
+    model.trunk.run(Rows(tokens=tokens, positions=positions, keep=none, rope_lengths=positions + 1), attend)
+    return tuple(found)
+
+
+def point_seconds(llm: LLM, text: evals.Text, lengths: Sequence[int]) -> dict[int, float]:
+    """Predict the seconds of a point by length, from the speed of a short prompt and its answer."""
+    members = llm.engine.config.cluster.num_instances
+
+    def work(num_tokens: int) -> float:
+        shared = members if num_tokens >= min(lengths) else 1
+        task = Prefill(members=shared, exchange="alltoall", new_tokens=num_tokens, cached_tokens=0, seconds=())
+        return plan.work(task, llm.info.hidden_size)
+
+    prompt = [*text.begin, *text.window(min(_WARM_UP_TOKENS, len(text.token_ids)), 0, 1)]
+    params = SamplingParams(temperature=0.0, max_tokens=_ANSWER_TOKENS, ignore_eos=True)
+    for _ in range(2):  # first calls are slower
+        begin = time.monotonic()
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+        total_s = time.monotonic() - begin
+    assert output.metrics.ttft_s is not None, "the request has output"
+    token_s = output.metrics.ttft_s / work(len(prompt))
+    answer_s = total_s - output.metrics.ttft_s
+    return {length: (len(DEPTHS) + 1 / _TIMED_EVERY) * work(length) * token_s + answer_s for length in lengths}
+
+
+def affordable(seconds: Mapping[int, float], budget_s: float) -> tuple[int, ...]:
+    """Return the lengths whose exact points take at most half of a budget, and at least the shortest length.
+
+    Args:
+        seconds: of a point, by length, ascending.
+    """
+    sums = accumulate(seconds.values())
+    return tuple(
+        length
+        for index, (length, sum_s) in enumerate(zip(seconds, sums, strict=True))
+        if index == 0 or sum_s <= budget_s / 2
+    )
+
+
+def least_s(seconds: Mapping[int, float], lengths: Sequence[int]) -> float:
+    """Predict the seconds of the fewest points for a fit, with these lengths."""
+    shares = [1 / length for length in lengths]
+    mean_s = sum(seconds[length] * share for length, share in zip(lengths, shares, strict=True)) / sum(shares)
+    return sum(seconds[length] for length in lengths) + MIN_POINTS * mean_s
+
+
+def check_enough(points: Sequence[Point], journal: Path) -> None:
     """Raise ParameterError if there are too few points for fits."""
-    num_exact = sum(point.levels == 1 for point in points)
-    num_sparse = len(points) - num_exact
-    if num_exact < len(lengths) or num_sparse < MIN_POINTS:
-        state = f"{num_exact} of {len(lengths)} exact points and {num_sparse} of {MIN_POINTS} sparse points"
+    exact = {point.num_tokens for point in points if point.levels == 1}
+    num_sparse = sum(point.levels > 1 for point in points)
+    if num_sparse < MIN_POINTS:
+        state = f"{len(exact)} exact points and {num_sparse} of {MIN_POINTS} sparse points"
         problem = f"is too short: {journal} has {state}: run the command again, with more minutes, to continue"
         raise ParameterError("max_minutes", problem, num_sparse)
 
@@ -170,21 +257,35 @@ def lengths_for(text: evals.Text, max_model_len: int) -> tuple[int, ...]:
 
 
 def measure(
-    llm: LLM, text: evals.Text, header: Header, points: Sequence[Point], *, continues: Callable[[], bool]
+    llm: LLM,
+    text: evals.Text,
+    header: Header,
+    points: Sequence[Point],
+    group: Group,
+    lengths: Sequence[int],
+    *,
+    continues: Callable[[], bool],
 ) -> Iterator[Point]:
-    """Measure exact points of all lengths, then random points, without `points`, while `continues` returns True."""
+    """Measure exact points of some lengths, then random points, without `points`, while `continues` returns True.
+
+    Random points of lengths without an exact point are left out.
+
+    Args:
+        group: has the deviations of scores, which give the ratios.
+    """
     exact = {point.num_tokens for point in points if point.levels == 1}
-    for length in header.lengths:
+    for length in lengths:
         if length not in exact and continues():
-            yield _point(llm, text, length, Configuration(1), "kv", timed=True)
+            yield _point(llm, text, group, length, Configuration(1), "kv", timed=True)
+            exact.add(length)
     measured = {(point.num_tokens, point.configuration, point.mode) for point in points}
     for number in range(_MAX_DRAWS):
         setting = drawn(number, header.lengths, header.hosts)
-        if setting in measured:
+        if setting in measured or setting[0] not in exact:
             continue
         if not continues():
             return
-        yield _point(llm, text, *setting, timed=number % _TIMED_EVERY == 0)
+        yield _point(llm, text, group, *setting, timed=number % _TIMED_EVERY == 0)
         measured.add(setting)
 
 
@@ -201,11 +302,22 @@ def drawn(number: int, lengths: Sequence[int], hosts: Sequence[int]) -> tuple[in
     return length, Configuration(levels, drop), "kv"
 
 
+def settings_of(group: Group, configuration: Configuration, mode: DropMode) -> str:
+    """Return the settings of a configuration as JSON for the policy."""
+    if configuration.levels == 1:
+        return "off"
+    table = group.table(configuration)
+    by_level = {
+        level: [[ratios[level - 2] for ratios in heads] for heads in table]
+        for level in range(2, configuration.levels + 1)
+    }
+    return json.dumps({"levels": configuration.levels, "drop": by_level, "drop_mode": mode})
+
+
 def _point(
-    llm: LLM, text: evals.Text, length: int, configuration: Configuration, mode: DropMode, *, timed: bool
+    llm: LLM, text: evals.Text, group: Group, length: int, configuration: Configuration, mode: DropMode, *, timed: bool
 ) -> Point:
-    settings = {"levels": configuration.levels, "drop": configuration.drop, "drop_mode": mode}
-    llm.service.update_policy({"csa": json.dumps(settings) if configuration.levels > 1 else "off"})
+    llm.service.update_policy({"csa": settings_of(group, configuration, mode)})
     needles = evals.needles(llm, text, length, depths=DEPTHS, num_samples=len(DEPTHS), seed=0)
     needles = needles[:: len(DEPTHS) + 1]  # one at each depth, each in another window of the text
     params = [_forced(needle.key) for needle in needles]

@@ -267,3 +267,38 @@ def test_other_lengths_are_refused(text: str) -> None:
 def test_lengths_beyond_reason_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^can be at most 1099511627776 tokens"):
         length(text)
+
+
+def test_sparse_attention_shortens_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file without drops costs about as much as the exact exchange, and more drops save more."""
+    base = (*BASE, "--parallel", "8", "--exchange", "alltoall", "--context", "256K")
+    exact, found = answer(capsys, *base), {}
+    for drop in (0.0, 0.2, 0.5):
+        file = tmp_path / f"{drop}.yaml"
+        file.write_text(f"levels: 2\ndrop: {drop}\n")
+        found[drop] = answer(capsys, *base, "--csa", str(file))
+        own = found[drop]["csa"]
+        assert own["levels"] == 2 and own["drop"] == [pytest.approx(drop)]
+        assert sum(found[drop]["breakdown"].values()) == pytest.approx(found[drop]["ttft_s"])
+        assert found[drop]["bytes_exchanged"] == pytest.approx(own["bytes_share"] * exact["bytes_exchanged"], rel=1e-6)
+        assert own["products_share"] == pytest.approx(1 - drop * (30 / 32) * (7 / 8), abs=0.02)
+    assert "csa" not in exact
+    assert found[0.5]["ttft_s"] < found[0.2]["ttft_s"] < min(exact["ttft_s"], found[0.0]["ttft_s"])
+    behind = answer(capsys, *base, "--csa", str(file), "--cached", "192K")
+    assert behind["csa"]["products_share"] < found[0.5]["csa"]["products_share"], "later queries see more distant keys"
+
+
+def test_sparse_attention_of_an_estimate_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "csa.yaml"
+    file.write_text("levels: 2\n")
+    base = (*BASE, "--parallel", "8", "--context", "64K", "--csa")
+    for arguments, words in (
+        ((str(file), "--phase", "decode"), "--csa is for prefills"),
+        ((str(file), "--exchange", "ring_kv"), "csa is for exchange alltoall"),
+        (("gone.yaml",), "--csa"),
+        (("auto",), "auto has no tuned file for llama-3-8b"),
+    ):
+        assert run(*base, *arguments) == 2
+        assert words in capsys.readouterr().err
+    found = answer(capsys, *BASE, "--parallel", "1", "--context", "64K", "--csa", str(file))
+    assert found["csa"]["levels"] == 1, "one instance drops nothing"

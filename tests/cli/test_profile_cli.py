@@ -25,12 +25,14 @@ from longspan.args import locations
 from longspan.core.cluster import Cluster
 from longspan.core.locations import Location
 from longspan.core.sampling import SamplingParams
+from longspan.core.sparse import SparseSetting
 from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import Decode, Profile, Transfer
 from longspan.model.files import ModelFiles
 from longspan.policy.facts import Facts
+from longspan.policy.registry import make_policy
 from longspan.profiling import links, store
-from longspan.profiling.plan import SHARED, kinds_of_links
+from longspan.profiling.plan import MIN_SPARSE_TOKENS, SHARED, kinds_of_links
 from longspan.profiling.run import _timed_decode, measure
 from longspan.profiling.store import load_partitions, load_profile, profile_file, profile_key_of, save_profile
 
@@ -53,7 +55,7 @@ class Machine(FakeLLM):
     failure_in_chains_of: int | None = None
     cached = together = True
     num_blocks = chain_step = 1000
-    info = SimpleNamespace(vocab_size=50, hidden_size=64)
+    info: Any = SimpleNamespace(vocab_size=50, hidden_size=64, specs=())
     profile_key = SUBJECT
     facts = Facts(shape=SHAPE)
 
@@ -71,8 +73,8 @@ class Machine(FakeLLM):
         self.prompts: list[list[int]] = []
 
     def set_policy(self, policy: str, options: dict[str, str]) -> None:
-        assert policy in ("context", "chunked")
-        self.num_sharing = self.num_instances if policy == "context" else 1
+        assert policy in ("context", "chunked", "csps")
+        self.num_sharing = 1 if policy == "chunked" else self.num_instances
         self.policy = options
 
     def generate(self, prompts: Any, params: Any, *, use_tqdm: bool) -> list[object]:
@@ -191,6 +193,32 @@ def test_groups_are_measured_with_every_exchange_and_a_single_instance_next_to_i
     assert measured == kinds_of_links(locations(3))
     assert all(link["bytes_per_s"] == pytest.approx(1e9) for link in shown["links"])
     assert (Machine.link_calls, shown["partitions"]) == ([3], [])
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_long_prompts_are_measured_with_sparse_attention_if_no_layer_has_a_window(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = SimpleNamespace(vocab_size=50, hidden_size=64, specs=(SimpleNamespace(window=window),))
+    monkeypatch.setattr(Machine, "info", info)
+    monkeypatch.setattr(Machine, "max_model_len", 4096)
+    settings: list[dict[str, str]] = []
+    plain = Machine.set_policy
+
+    def set_policy(machine: Machine, policy: str, options: dict[str, str]) -> None:
+        plain(machine, policy, options)
+        settings.extend([options] * (policy == "csps"))
+
+    monkeypatch.setattr(Machine, "set_policy", set_policy)
+    lengths = [100, MIN_SPARSE_TOKENS]
+    profile = measure(lambda instances: Machine("m", parallel=str(instances), policy="auto"), 3, lengths, 2)
+    sparse = [one for one in profile.prefills if one.exchange == "alltoall_sparse"]
+    sizes = {(one.members, one.new_tokens, one.cached_tokens, len(one.seconds)) for one in sparse}
+    assert sizes == ({(size, MIN_SPARSE_TOKENS, 0, 2) for size in (2, 3)} if window is None else set())
+    assert [make_policy("csps", num_instances=2, options=one).sparse(2048, 16, 999) for one in settings] == [
+        SparseSetting(1024, (1,), (((0.25,),),), "kv", (1,))
+    ] * (4 if window is None else 0)
+    assert {one.exchange for one in profile.prefills} >= {str(exchange) for exchange in SHARED}
 
 
 @pytest.mark.parametrize(("device", "num_before"), [("cpu", 0), ("cuda", 1)])

@@ -14,15 +14,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from engines import ThreadLLM, run_on_threads
 from fake_llm import restored_signals, run
 from invented_tuned import invented_tuned
+from transformers import AutoModelForCausalLM
 
 from longspan import tuning
 from longspan.core.sampling import SamplingParams
 from longspan.cost.profile import Transfer
 from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
+from longspan.evals import Text
+from longspan.policy.csps.search import Configuration
+from longspan.policy.csps.settings import CsaConfig
 from longspan.policy.csps.tuned import Tuned
 from longspan.tuning import drawn
 
@@ -113,7 +118,8 @@ def stopped(speaking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def test_a_run_that_stops_at_its_time_limit_is_resumed(stopped: Stopped, speaking_model: Path) -> None:
     assert stopped.exit_code == 2
     assert "--max-minutes is too short: " in stopped.message and "run the command again" in stopped.message
-    assert "2 of 2 exact points" in stopped.message
+    assert "2 exact points" in stopped.message
+    assert "6 points with prompts of up to 256 tokens take about " in stopped.message
     before, lines = stopped.journal, (stopped.folder / "t.json.journal").read_text(encoding="utf-8").splitlines()
     assert lines[: len(before)] == before and len(lines) > len(before) + 3
     found = stopped.tuned
@@ -161,6 +167,69 @@ def test_points_depend_on_their_numbers_only(stopped: Stopped) -> None:
     assert len(sparse) >= 6 and sparse == draws_of(len(sparse))
     assert all(0 <= score <= 1 for point in points for score in point.scores)
     assert [point.ttft_s is not None for point in points if point.levels > 1][:4] == [True, False, False, True]
+
+
+def test_deviations_are_those_of_the_attention_of_transformers(stopped: Stopped, speaking_model: Path) -> None:
+    """By layer and KV head: over the keys that a query sees, as the root of the mean over queries and their heads."""
+    found = stopped.tuned
+    with ThreadLLM(str(speaking_model), parallel="4", block_size=16, num_gpu_blocks_override=100) as llm:
+        text = Text.of(llm)
+        assert tuning.deviations(llm.service.files, text) == found.deviations
+    reference = AutoModelForCausalLM.from_pretrained(speaking_model, attn_implementation="eager", dtype=torch.float32)
+    tokens = torch.tensor([[*text.begin, *text.window(1024, 0, 1)]])
+    with torch.no_grad():
+        by_layer = reference(tokens, output_attentions=True).attentions
+    expected = []
+    for [weights] in by_layer:
+        variances = [row[: index + 1].var(correction=0) for head in weights for index, row in enumerate(head)]
+        by_head = torch.stack(variances).view(found.shape.num_kv_heads, -1)
+        expected.append(tuple(by_head.mean(dim=1).sqrt().tolist()))
+    assert found.deviations == tuple(pytest.approx(heads, rel=0.01) for heads in expected)
+
+
+def test_points_drop_by_the_deviations(stopped: Stopped) -> None:
+    """The policy reads the same ratios from the settings of a point as from the tuned file."""
+    found = stopped.tuned
+    for configuration in (Configuration(2, 0.3), Configuration(3, 0.1)):
+        settings = CsaConfig.parse(tuning.settings_of(found.group, configuration, "kv"))
+        table = found.group.table(configuration)
+        assert len(table) == found.shape.num_layers and len({len(heads) for heads in table}) == 1
+        assert settings.table() == tuple(
+            tuple(tuple(pytest.approx(ratio) for ratio in ratios) for ratios in heads) for heads in table
+        )
+    assert tuning.settings_of(found.group, Configuration(1), "kv") == "off"
+
+
+def test_a_short_run_has_short_prompts_only() -> None:
+    seconds = {1024: 10.0, 2048: 25.0, 4096: 70.0}
+    assert tuning.affordable(seconds, 1000) == (1024, 2048, 4096)
+    assert tuning.affordable(seconds, 100) == (1024, 2048)
+    assert tuning.affordable(seconds, 1) == (1024,)
+    assert tuning.least_s(seconds, (1024,)) == pytest.approx(10 + 10 * tuning.MIN_POINTS)
+    assert tuning.least_s(seconds, (1024, 2048)) == pytest.approx(35 + 15 * tuning.MIN_POINTS)
+
+
+def test_points_of_lengths_without_an_exact_point_are_left_out(
+    stopped: Stopped, speaking_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "LENGTHS", LENGTHS)
+    group = stopped.tuned.group
+    with ThreadLLM(
+        str(speaking_model),
+        parallel="4",
+        policy="csps",
+        policy_options={"threshold": "30"},
+        block_size=16,
+        num_gpu_blocks_override=100,
+    ) as llm:
+        text = Text.of(llm)
+        header = tuning.header_of(llm, "m", text)
+        limit = count()
+        points = [
+            *tuning.measure(llm, text, header, [], group, LENGTHS[:1], continues=lambda: next(limit) < 6),
+        ]
+    assert header.lengths == LENGTHS and {point.num_tokens for point in points} == {LENGTHS[0]}
+    assert [point.levels for point in points].count(1) == 1 and len(points) == 6
 
 
 def draws_of(number: int) -> list[object]:

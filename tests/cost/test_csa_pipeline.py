@@ -9,11 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longspan.core.layouts import shard_span
 from longspan.core.runs import Run
 from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import Heads, ratios_by_rule, segments_of, work_of_layer
 from longspan.cost.architecture import ModelShape
-from longspan.cost.csa_pipeline import Duplex, LinkSpeed, MemberWork, Rates, Traffic, layer_time, member_works
+from longspan.cost.csa_pipeline import (
+    Duplex,
+    LinkSpeed,
+    Members,
+    MemberWork,
+    Rates,
+    Traffic,
+    layer_time,
+    member_works,
+    whole_prompt,
+)
+from longspan.cost.csa_price import behind, mean_ratios, prompt_s
 from longspan.policy.csps.search import Configuration, Grid, Group, least_loss, least_ttft
 
 SHAPE = ModelShape(num_layers=8, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, bytes_per_element=2)
@@ -36,7 +48,8 @@ def setting_of(group: Group, num_tokens: int, levels: int, drop: float) -> Spars
 
 def works_of(group: Group, num_tokens: int, levels: int, drop: float) -> tuple[SparseSetting, tuple[MemberWork, ...]]:
     setting = setting_of(group, num_tokens, levels, drop)
-    return setting, member_works(setting, num_tokens, setting.partition, group.hosts, group.shape)
+    runs = whole_prompt(num_tokens, setting.partition, len(group.hosts))
+    return setting, member_works(setting, runs, runs, group.hosts, group.shape)
 
 
 def two_members(coming: float, results: float, near: int = 0, at_once: float = 0, by_piece: float = 0) -> MemberWork:
@@ -57,17 +70,27 @@ UNIT = Rates(inside=LinkSpeed(1.0), between=LinkSpeed(1.0), pairs_per_s=1.0, qkv
 
 
 @pytest.mark.parametrize("mode", ["qkv", "kv"])
+@pytest.mark.parametrize("start", [0, 70, 1500])
 @pytest.mark.parametrize(
     ("hosts", "num_tokens", "levels"),
     [((0, 0, 1, 1), 4096, 3), ((0,) * 5, 1001, 4), ((0, 0, 0, 1, 1, 1), 3000, 3), ((0,) * 5, 81, 2)],
 )
-def test_the_work_of_members_is_that_of_the_layer(mode, hosts, num_tokens, levels) -> None:
-    """The sums are those of `work_of_layer`, which tests compare with the bytes that are sent."""
-    group = replace(GROUP, hosts=hosts, mode=mode)
-    setting, works = works_of(group, num_tokens, levels, 0.22)
-    starts = [min(num_tokens, member * setting.partition) for member in range(len(hosts) + 1)]
-    runs = tuple((Run(*ends),) if ends[0] < ends[1] else () for ends in pairwise(starts))
-    layer = work_of_layer(setting, runs, runs, 3, [range(8)], Heads(32, 8), 128, 2)
+def test_the_work_of_members_is_that_of_the_layer(mode, start, hosts, num_tokens, levels) -> None:
+    """The sums are those of `work_of_layer`, which tests compare with the bytes that are sent.
+
+    The first step of a prompt has whole partitions. Later steps have even pieces, behind even pieces of earlier ones.
+    """
+    group, members = replace(GROUP, hosts=hosts, mode=mode), len(hosts)
+    setting = setting_of(group, num_tokens, levels, 0.22)
+    if start == 0:
+        q_runs = kv_runs = whole_prompt(num_tokens, setting.partition, members)
+    else:
+        start = min(start, num_tokens - 7)
+        q_runs = shard_span("contiguous", start, num_tokens, members, head=0)
+        earlier = shard_span("contiguous", 0, start, members, head=0)
+        kv_runs = tuple((*old, *new) for old, new in zip(earlier, q_runs, strict=True))
+    works = member_works(setting, q_runs, kv_runs, hosts, group.shape)
+    layer = work_of_layer(setting, q_runs, kv_runs, 3, [range(8)], Heads(32, 8), 128, 2)
     assert sum(work.near_pairs for work in works) == layer.near_pairs
     assert sum(sum(work.at_once.values()) + sum(work.by_piece.values()) for work in works) == layer.far_pairs
     for way in range(2):
@@ -77,13 +100,39 @@ def test_the_work_of_members_is_that_of_the_layer(mode, hosts, num_tokens, level
         assert sum(duplex[way] for work in works for duplex in work.results.values()) == layer.returned_bytes
 
 
+@pytest.mark.parametrize("levels", [2, 3])
+def test_steps_attend_the_pairs_of_their_prompt(levels) -> None:
+    setting = setting_of(replace(GROUP, mode="kv"), 4096, levels, 0.25)
+    whole = whole_prompt(4096, setting.partition, 4)
+    steps = [(whole, whole)]
+    for start in range(0, 4096, 1024):
+        q_runs = shard_span("contiguous", start, start + 1024, 4, head=0)
+        steps.append((q_runs, behind(start, q_runs)))
+    whole_pairs, *pairs = (
+        sum(
+            work.near_pairs + sum(work.at_once.values()) + sum(work.by_piece.values())
+            for work in member_works(setting, *step, GROUP.hosts, SHAPE)
+        )
+        for step in steps
+    )
+    assert sum(pairs) == whole_pairs
+
+
+def test_keys_of_the_own_partition_on_other_members_are_awaited_first() -> None:
+    work = two_members(coming=0, results=0, near=7)
+    waits = replace(work, tokens={(1, "inside"): Traffic(Duplex(5, 0, 1), ((), ()), 0)})
+    assert layer_time(work, (1,), UNIT) == 3 + 7 + 2
+    assert layer_time(waits, (1,), UNIT) == 3 + 5 + 7 + 2
+
+
 def test_nothing_overlaps_without_a_partition_of_its_own() -> None:
     """One piece, and all of attention waits for it: the sum of the five times of Eq. 7."""
     assert layer_time(two_members(coming=7, results=5, by_piece=11), (1,), UNIT) == 3 + 7 + 11 + 5 + 2
 
 
 def test_exact_attention_of_one_level_overlaps_nothing() -> None:
-    work = member_works(None, 4096, 1024, (0, 0, 0, 0), SHAPE)[0]
+    runs = whole_prompt(4096, 1024, 4)
+    work = member_works(None, runs, runs, (0, 0, 0, 0), SHAPE)[0]
     heads, own = 8, 1024
     vectors = (heads + 2 * 2) * 3 * own * 256
     pairs = heads * 4096 * 4097 // 2
@@ -155,7 +204,8 @@ def test_ttft_is_that_of_layers_and_the_rest() -> None:
     """Layers other than the first and the last rate keys and drop some. A layer before one of these sends samples."""
     num_tokens, pieces = 16384, (4, 2)
     setting, dropped = works_of(GROUP, num_tokens, 3, 0.4)
-    exact = member_works(setting.exact, num_tokens, setting.partition, GROUP.hosts, SHAPE)
+    runs = whole_prompt(num_tokens, setting.partition, len(GROUP.hosts))
+    exact = member_works(setting.exact, runs, runs, GROUP.hosts, SHAPE)
 
     def slowest(works: tuple[MemberWork, ...], **kinds: bool) -> float:
         return layer_time(max(works, key=lambda work: layer_time(work, (1, 1), RATES)), pieces, RATES, **kinds)
@@ -176,18 +226,53 @@ def test_levels_go_by_where_members_are() -> None:
     assert replace(GROUP, hosts=(0, 1)).levels() == (2,), "two members have no third level"
 
 
-def test_ratios_of_layers_follow_deviations() -> None:
-    group = replace(GROUP, deviations=(9.0, 1.0, 1.5, 1.0, 0.5, 1.0, 1.0, 9.0))
-    ratios = group.layer_ratios(0.2)
-    assert ratios[0] == ratios[-1] == 0
-    assert ratios[1] / ratios[2] == pytest.approx(1.0 / 1.5)
-    assert ratios[4] / ratios[3] == pytest.approx(0.5)
-    far = replace(GROUP, deviations=(1.0, 1.0, 100.0, *(1.0,) * 5)).layer_ratios(0.4)
-    assert max(far) == pytest.approx(0.6)
-    assert min(far[1:-1]) == pytest.approx(0.2)
-    assert all(one <= more for one, more in zip(group.layer_ratios(0.4), group.layer_ratios(0.42), strict=True))
+DEVIATIONS = tuple((one, 2 * one) for one in (9.0, 1.0, 1.5, 1.0, 0.5, 1.0, 1.0, 9.0))
+
+
+def near_ratios(group: Group, drop: float) -> list[list[float]]:
+    """Return the ratios of level 2 by layer and KV head."""
+    return [[near for near, _ in heads] for heads in group.table(Configuration(3, drop))]
+
+
+def test_ratios_of_layers_and_heads_follow_deviations() -> None:
+    group = replace(GROUP, deviations=DEVIATIONS)
+    ratios = near_ratios(group, 0.2)
+    assert ratios[2] == pytest.approx([1.5 * one for one in ratios[1]], abs=0.021)
+    assert ratios[4] == pytest.approx([0.5 * one for one in ratios[3]], abs=0.021)
+    assert all(second == pytest.approx(2 * first, abs=0.021) for first, second in ratios[1:-1])
+    assert group.mean_drop(Configuration(3, 0.2))[0] == pytest.approx(0.2 * 6 / 8, abs=0.01)
+    assert group.table(Configuration(3, 0.2))[1][0] == ratios_by_rule(ratios[1][0], 3)
+    far = near_ratios(replace(GROUP, deviations=((1.0,), (1.0,), (100.0,), *((1.0,),) * 5)), 0.4)
+    assert far[2] == pytest.approx([0.6])
+    assert far[1] == far[3] == pytest.approx([0.2])
+    pairs = zip(near_ratios(group, 0.4), near_ratios(group, 0.42), strict=True)
+    assert all(one <= more for heads in pairs for one, more in zip(*heads, strict=True))
     with pytest.raises(ValueError, match="3 standard deviations given for 8 layers"):
-        replace(GROUP, deviations=(1.0, 2.0, 3.0))
+        replace(GROUP, deviations=((1.0,), (2.0,), (3.0,)))
+
+
+def test_ratios_of_layers_and_heads_cost_as_much_as_their_mean() -> None:
+    """Of mode `kv`, whose counts are linear in the ratios."""
+    group = replace(GROUP, deviations=DEVIATIONS, mode="kv")
+    configuration = Configuration(3, 0.3, (2, 1))
+    setting = group.setting(16384, configuration)
+    assert setting is not None
+    same = setting._replace(drop=((mean_ratios(setting, 8),),))
+    assert mean_ratios(setting, 8) == pytest.approx([8 / 6 * ratio for ratio in group.mean_drop(configuration)])
+    members = Members(GROUP.hosts, SHAPE, RATES)
+    times = [prompt_s(one, 16384, setting.partition, members) for one in (setting, same)]
+    assert times[0] == pytest.approx(times[1], rel=1e-3)
+    runs = tuple((Run(4096 * member, 4096 * member + 4096),) for member in range(4))
+    pairs, mean_pairs = (
+        sum(work_of_layer(one, runs, runs, layer, [range(8)], Heads(32, 8), 128, 2).num_pairs for layer in range(1, 7))
+        for one in (setting._replace(drop=four_times(setting.drop)), same)
+    )
+    assert pairs == pytest.approx(mean_pairs, rel=1e-3), "the exchange drops as much"
+
+
+def four_times(drop: tuple[tuple[tuple[float, ...], ...], ...]) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """Return the ratios of two heads for eight."""
+    return tuple(heads * 4 for heads in drop)
 
 
 def invented(num_tokens: int, mean_drop: tuple[float, ...]) -> float:
@@ -209,7 +294,7 @@ def brute_force(group: Group, num_tokens: int, grid: Grid) -> list[tuple[float, 
 
 
 @pytest.mark.parametrize("hosts", [(0,) * 4, (0, 0, 1, 1)])
-@pytest.mark.parametrize("deviations", [(), (9.0, 1.0, 1.5, 1.0, 0.5, 1.0, 1.0, 9.0)])
+@pytest.mark.parametrize("deviations", [(), DEVIATIONS])
 def test_enumeration_finds_the_best_of_all(hosts, deviations) -> None:
     group = replace(GROUP, hosts=hosts, deviations=deviations)
     everything = brute_force(group, 40000, SMALL)

@@ -26,7 +26,7 @@ MODEL = from_config(catalog.model_config("llama-3-8b"), name="llama-3-8b", bytes
 
 
 def work(runs, pieces: int, computed_s: float, gathered: float = 1.0, returned: float = 1.0) -> HiddenWork:
-    tokens = tokens_of(runs, pieces)
+    _, tokens = tokens_of(runs, pieces)
     return HiddenWork(tokens, [share * computed_s for share in pair_shares(tokens)], gathered, returned)
 
 
@@ -41,11 +41,11 @@ def test_one_piece_overlaps_nothing() -> None:
 def test_two_members_in_two_pieces_by_hand() -> None:
     """Member 0 has the first half, member 1 the second. A half takes 48 s on the link, and 100 s of computation."""
     runs = ((Run(0, 48),), (Run(48, 96),))
-    found = exposed_s(HiddenWork(tokens_of(runs, 2), [100.0, 100.0], 1.0, 1.0), LinkSpeed(1.0))
+    found = exposed_s(HiddenWork(tokens_of(runs, 2)[1], [100.0, 100.0], 1.0, 1.0), LinkSpeed(1.0))
     assert found == 48, "member 1 waits for the first half, and computes the second while its sums arrive"
-    found = exposed_s(HiddenWork(tokens_of(runs, 4), [50.0] * 4, 1.0, 1.0), LinkSpeed(1.0))
+    found = exposed_s(HiddenWork(tokens_of(runs, 4)[1], [50.0] * 4, 1.0, 1.0), LinkSpeed(1.0))
     assert found == 24, "it waits for a quarter"
-    found = exposed_s(HiddenWork(tokens_of(runs, 2), [10.0, 10.0], 1.0, 1.0), LinkSpeed(1.0))
+    found = exposed_s(HiddenWork(tokens_of(runs, 2)[1], [10.0, 10.0], 1.0, 1.0), LinkSpeed(1.0))
     assert found == 48 + 10 + 48 - 20, "member 0 sends its half, and after the computation its sums of the other"
 
 

@@ -73,7 +73,7 @@ def test_a_target_that_cannot_be_met_is_come_near() -> None:
 
 
 def test_where_any_drop_loses_nothing_is_dropped() -> None:
-    chooser = CsaChooser(invented_tuned(kv=5000.0, qkv=5000.0), FACTS, range(4), "alltoall")
+    chooser = CsaChooser(invented_tuned(kv=50000.0, qkv=50000.0), FACTS, range(4), "alltoall")
     found = chooser.choose(4000, 4, Objective())
     assert (found.configuration.levels, found.configuration.drop, found.loss) == (2, 0, 0)
 

@@ -72,6 +72,29 @@ def test_noise_below_nothing_is_fitted_by_nothing() -> None:
     assert LossModel.fit(samples).predict(1000, (0.5,), "kv") == 0
 
 
+def test_the_larger_of_score_and_perplexity_counts_with_a_margin_for_single_prompts() -> None:
+    """A quarter of the prompts gain twice as much perplexity as the rest."""
+    about = {"num_tokens": 1000, "mode": "kv"}
+    samples = []
+    for number in range(40):
+        ratio = 0.1 + 0.01 * number
+        samples.append(LossSample(mean_drop=(ratio,), loss=ratio, **about))
+        for factor in (1, 1, 1, 2):
+            loss = 4 * ratio * factor
+            samples.append(LossSample(mean_drop=(ratio,), loss=loss, measure="perplexity", **about))
+    found = LossModel.fit(samples)
+    assert found.predict(1000, (0.3,), "kv", margin=False) == pytest.approx(4 * 0.3 * 1.25, rel=0.02)
+    assert found.predict(1000, (0.3,), "kv") >= 4 * 0.3 * 2
+    assert found.predict(1000, (0.3,), "kv") == pytest.approx(found.margin * 4 * 0.3 * 1.25, rel=0.02)
+    scores = [replace_loss(one, 99 * one.loss) for one in samples if one.measure == "score"]
+    both = LossModel.fit([*scores, *(one for one in samples if one.measure != "score")])
+    assert both.predict(1000, (0.3,), "kv") == pytest.approx(29.7, rel=0.05), "no margin for the mean score"
+
+
+def replace_loss(sample: LossSample, loss: float) -> LossSample:
+    return msgspec.structs.replace(sample, loss=loss)
+
+
 def test_exact_attention_loses_nothing_and_the_unmeasured_is_refused(model) -> None:
     assert model.predict(32768, (), "kv") == 0
     assert model.predict(32768, (0.0,), "kv") == 0

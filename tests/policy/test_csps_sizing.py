@@ -107,6 +107,40 @@ def test_a_prompt_waits_for_blocks_for_its_partitions() -> None:
     assert order.index(part) > order.index(last)
 
 
+def test_steps_that_also_decode_are_shorter_with_a_target() -> None:
+    """The bound changes while the policy serves. Without decodes it has no effect."""
+    options = {"threshold": "100", "target_tbt": "0.05"}
+    setup = Setup(num_instances=2, num_blocks=1000, policy="csps", options=options, max_num_batched_tokens=8192)
+    mixed, idle = Cluster(setup), Cluster(setup)
+    answer = mixed.add([1] * 10, max_tokens=200)
+    while len(answer.output) < 5:
+        mixed.engine.step()
+
+    def longest(served: Cluster, first: int) -> int:
+        request = served.add(tokens(6000, first), max_tokens=2)
+        while not request.output:
+            served.engine.step()
+        return max(part.stop - part.start for part in served.parts_of(request))
+
+    whole, bounded = longest(idle, 5), longest(mixed, 5)
+    assert bounded < 0.3 * whole
+    mixed.policy.update({"target_tbt": "1"})
+    assert bounded < longest(mixed, 9) <= whole
+    mixed.run()
+    with pytest.raises(ParameterError, match="target_tbt must be above 0 seconds, but 0 given"):
+        make_policy("csps", num_instances=2, options={"target_tbt": "0"})
+
+
+def test_levels_that_groups_do_not_have_are_named() -> None:
+    def hint(num_instances: int, levels: int) -> str | None:
+        options = {"csa": json.dumps({"levels": levels, "drop": 0.1})}
+        return make_policy("csps", num_instances=num_instances, options=options).hint
+
+    assert hint(2, 3) == "csa has 3 levels, but groups of 2 instances have 2: the ratios of further levels are not used"
+    assert hint(4, 4) is not None and "groups of 4 instances have 3" in str(hint(4, 4))
+    assert hint(2, 2) is hint(4, 3) is hint(8, 4) is hint(4, 1) is None
+
+
 def test_memory_is_half_of_a_pool() -> None:
     served = cluster(4, "memory", num_blocks=20)
     sizes = {length: served.add(tokens(length, length), max_tokens=2) for length in (160, 161, 400)}

@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from longspan.cli.options import NameArgument, verb
 from longspan.cli.outputs import note
-from longspan.core.exchange import RING_KV, RING_Q, exchange_of
+from longspan.core.exchange import ALLTOALL, RING_KV, RING_Q, exchange_of
 from longspan.core.options import Option
 from longspan.core.parallel_args import parse_parallel
 from longspan.core.quantities import number, seconds
+from longspan.errors import ParameterError
 from longspan.sim.spec import HardwareSpec
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from longspan.cost.estimate import Estimate
+    from longspan.core.exchange import Exchange
+    from longspan.cost.estimate import Drops, Estimate
+    from longspan.cost.step_cost import RooflineCost
     from longspan.sim.resolved import Fleet, ResolvedCluster
 
 Fractions = tuple[float, ...] | Literal["search"] | None
@@ -79,6 +82,13 @@ def estimate(
     cached: Annotated[int, _work("Number of these tokens that are cached.", metavar="P", read=length)] = 0,
     phase: Annotated[Literal["prefill", "decode"], _work("The whole prompt, or one decode step after it.")] = "prefill",
     batch: Annotated[int, _work("Requests per step.")] = 1,
+    csa: Annotated[
+        str,
+        _work(
+            "Sparse attention of a prompt, as of policy csps: off, auto, a YAML file of settings, or a tuned file.",
+            metavar="off|auto|FILE",
+        ),
+    ] = "off",
     host_kv_gib: Annotated[
         float, _work("GiB of memory for KV on each host, to show its capacity and the time to load the context.")
     ] = 0.0,
@@ -91,7 +101,9 @@ def estimate(
     """
     from longspan.cost.estimate import estimate_decode, estimate_prefill, host_kv  # noqa: PLC0415 - no other verb does
     from longspan.cost.forward import rooflines  # noqa: PLC0415
+    from longspan.cost.step_cost import RooflineCost  # noqa: PLC0415
     from longspan.cost.topology import Devices  # noqa: PLC0415
+    from longspan.csa_file import csa_settings  # noqa: PLC0415
     from longspan.sim.resolved import Fleet, ResolvedCluster  # noqa: PLC0415
     from longspan.simulation import read_architecture, resolved_dtype  # noqa: PLC0415
 
@@ -102,8 +114,19 @@ def estimate(
     [cost] = rooflines(sizes, devices, spec, hardware_spec.attention or "flash")
     size, auto = spec.num_instances, RING_KV if phase == "prefill" else RING_Q
     chosen = auto if exchange == "auto" else exchange_of(exchange)
+    if csa != "off":
+        chosen = ALLTOALL if exchange == "auto" else chosen
+        if phase == "decode" or fractions is not None:
+            raise ParameterError("csa", "is for prefills without --fractions: leave one of them out", csa)
     if phase == "prefill":
         result = estimate_prefill(cost, size, chosen, context, cached, fractions=fractions, batch=batch)
+        if csa != "off":
+            steps = RooflineCost(sizes, devices, spec.on_hosts(gpus_per_host), block_size=1)
+            drops = _drops(csa_settings(csa, model), chosen, steps, cached, context)
+            pairs = (context - cached) * (context + cached + 1) / 2 * batch
+            shape = sizes.attention
+            flops = 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers
+            result = result.with_drops(drops, flops / (size * cost.layer.tp * len(cost.stages)))
     elif fractions is not None or cached:
         raise ValueError("--fractions and --cached describe prompts: leave them out with --phase decode")
     else:
@@ -114,6 +137,38 @@ def estimate(
     cluster = spec.on_hosts(gpus_per_host).with_blocks([num_tokens] * size)
     fleet = Fleet.of(devices, dtype=resolved_dtype(model, hardware_spec.dtype), ffn_dtype=hardware_spec.ffn_dtype)
     _print(result, ResolvedCluster(fleet=fleet, clusters=(cluster,), block_size=1), as_json=as_json)
+
+
+def _drops(csa: str, exchange: Exchange, cost: RooflineCost, cached: int, context: int) -> Drops:
+    """Return the drops that policy `csps` chooses for a prompt, and their effect."""
+    from longspan.core.layouts import shard_span  # noqa: PLC0415 - sparse attention alone
+    from longspan.cost.csa_pipeline import Members, whole_prompt  # noqa: PLC0415
+    from longspan.cost.csa_price import behind, mean_ratios, time_share, work_shares  # noqa: PLC0415
+    from longspan.cost.estimate import Drops  # noqa: PLC0415
+    from longspan.cost.pricing import whole_prompt_s  # noqa: PLC0415
+    from longspan.policy.facts import Facts  # noqa: PLC0415
+    from longspan.policy.registry import make_policy  # noqa: PLC0415
+
+    cluster, shape = cost.cluster, cost.shape
+    size = cluster.num_instances
+    facts = Facts(shape=shape, cluster=cluster, rates=cost.rates, exact_s=partial(whole_prompt_s, cost))
+    options = {"csa": csa, "exchange": exchange.kind, "threshold": "0"}
+    setting = make_policy("csps", num_instances=size, options=options, facts=facts).sparse(context, 1, context)
+    if setting is None:
+        return Drops(levels=1)
+    q_runs = shard_span("contiguous", cached, context, size, head=0)
+    if not cached:
+        q_runs = whole_prompt(context, setting.partition, size)
+    hosts = facts.hosts(range(size))
+    members = Members(hosts, shape, cost.rates(hosts))
+    bytes_share, products_share = work_shares(setting, q_runs, behind(cached, q_runs), members)
+    return Drops(
+        levels=setting.num_levels,
+        drop=mean_ratios(setting, shape.num_layers),
+        time_share=time_share(exchange.sparse_form(setting), cached, q_runs, members),
+        bytes_share=bytes_share if exchange == ALLTOALL else 1.0,
+        products_share=products_share,
+    )
 
 
 def _print(result: Estimate, resolved: ResolvedCluster, *, as_json: bool) -> None:
@@ -144,6 +199,10 @@ def _table(result: Estimate, fleet: Fleet) -> Table:
             table.add_row(f"  {part.removesuffix('_s').replace('_', ' ')}", seconds(part_s))
     table.add_row("exchanged", f"{number(result.bytes_exchanged / 1e9)} GB")
     table.add_row("memory", result.memory.arithmetic)
+    if (drops := result.drops) is not None:
+        ratios = ", ".join(f"{ratio:.0%}" for ratio in drops.drop) or "nothing"
+        saved = f"{1 - drops.bytes_share:.1%} of bytes, {1 - drops.products_share:.1%} of products"
+        table.add_row("sparse attention", f"{drops.levels} levels drop {ratios}; saves {saved}")
     if result.host is not None:
         table.add_row("from the host", f"{seconds(result.host.fetch_s)}; holds KV of {result.host.tokens:,} tokens")
     table.add_row("utilisation", f"{result.mfu:.1%}, {result.flops_per_gpu_s / 1e12:.0f} TFLOP/s per GPU")

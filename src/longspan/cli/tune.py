@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from longspan.evals import Text
     from longspan.llm import LLM
+    from longspan.policy.csps.search import Group
     from longspan.policy.csps.tuned import HeldOut, Tuned
     from longspan.tuning import Header, Journal
 
@@ -57,12 +58,15 @@ def tune(
         text = tuning.text_of(llm, data)
         header = tuning.header_of(llm, model, text)
         journal = tuning.Journal(path, header)
-        _measure(llm, text, header, journal, max_minutes)
-        tuning.check_enough(journal.points, header.lengths, path)
+        note("measuring the attention scores of layers and KV heads")
+        scores = tuning.deviations(llm.service.files, text)
+        group = replace(tuning.group_of(llm, header.hosts, given.block_size), deviations=scores)
+        _measure(llm, text, header, journal, group, max_minutes)
+        tuning.check_enough(journal.points, path)
     key = llm.profile_key
     result = tuned(
         journal.points,
-        tuning.group_of(llm, header.hosts, given.block_size),
+        group,
         tuned_for=model,
         dtype=key.dtype,
         machine=f"{key.machine}, {key.threads} threads per rank",
@@ -84,10 +88,21 @@ def _checked(engine: EngineArgs) -> EngineArgs:
     return replace(engine, policy="csps", policy_options=options, enable_prefix_caching=False, record_times=True)
 
 
-def _measure(llm: LLM, text: Text, header: Header, journal: Journal, max_minutes: float) -> None:
+def _measure(llm: LLM, text: Text, header: Header, journal: Journal, group: Group, max_minutes: float) -> None:
     """Measure until the minutes are over. A progress bar shows them on a terminal."""
     from longspan import tuning  # noqa: PLC0415 - not needed by other verbs
 
+    lengths = header.lengths
+    if max_minutes:
+        seconds = tuning.point_seconds(llm, text, lengths)
+        lengths = tuning.affordable(seconds, 60 * max_minutes)
+        fewest = f"{tuning.MIN_POINTS} points with prompts of up to {max(lengths):,} tokens"
+        note(f"{fewest} take about {duration(tuning.least_s(seconds, lengths))} by the speed of a short prompt")
+        if longer := [length for length in header.lengths if length not in lengths]:
+            needed_s = tuning.least_s(seconds, header.lengths)
+            note(
+                f"prompts of {longer[0]:,} tokens and more are left out: with them it takes about {duration(needed_s)}"
+            )
     begin = time.monotonic()
 
     def minutes() -> float:
@@ -97,7 +112,8 @@ def _measure(llm: LLM, text: Text, header: Header, journal: Journal, max_minutes
     lines = MinuteLines("tune", note_progress)
     layout = "{desc}: {bar} {n:.1f} of {total:g} minutes"
     with tqdm(total=max_minutes, desc="measuring", bar_format=layout, dynamic_ncols=True, disable=None) as bar:
-        for point in tuning.measure(llm, text, header, journal.points, continues=lambda: minutes() < max_minutes):
+        known = header, journal.points, group, lengths
+        for point in tuning.measure(llm, text, *known, continues=lambda: minutes() < max_minutes):
             journal.add(point)
             bar.set_description(f"{len(journal.points)} points")
             spent = min(minutes(), max_minutes)
@@ -109,7 +125,7 @@ def _accuracy(held_out: HeldOut) -> str:
     times = "not measured" if held_out.time_error is None else f"{held_out.time_error:.0%} off (median)"
     return (
         f"{held_out.num_points} points were held out: loss {held_out.accuracy:.1%} accurate (1 - mean absolute error, "
-        f"of 100 points), times {times}"
+        f"of 100 points), {held_out.covered:.0%} of prompts within the predicted gain of perplexity, times {times}"
     )
 
 

@@ -234,9 +234,9 @@ def exchange_of(kind: str) -> Exchange:
 
 
 def exchange_named(text: str) -> Exchange:
-    """Return the exact exchange that prints as `text`. Raise ValueError if there is none."""
+    """Return the exchange that prints as `text`. Raise ValueError if there is none. A sparse form has no setting."""
     if text in _TRAITS:
-        return exchange_of(text)
+        return exchange_of(text) if _TRAITS[text].sparse_form_of is None else Exchange(text)
     return next((one for base in exchanges() for one in _variants(base) if str(one) == text), None) or exchange_of(text)
 
 

@@ -180,7 +180,7 @@ class SchedulingArgs:
     target_tbt: Annotated[
         float | None,
         _scheduling(
-            "Wanted bound for the seconds of steps that prefill and decode, for policy auto.",
+            "Wanted bound for the seconds of steps that prefill and decode, for policies auto and csps.",
             default="a step that is 90 % prefill",
             minimum=0.001,
         ),

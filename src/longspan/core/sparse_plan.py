@@ -374,7 +374,7 @@ def work_of_layer(  # noqa: PLR0917 - a setting, the runs of members, and a laye
                 for query in job.queries:
                     if query.member != member:
                         results += num_queries(setting, query, layer, heads.first + head // readers, job.level)
-    near = sum(_visible_pairs(query, key) for query, keys in plan.near.items() for key in keys)
+    near = sum(visible_pairs(query, key) for query, keys in plan.near.items() for key in keys)
     if drops_in(layer + 1, stages):
         rows = sum(len(sampled_rows(num_tokens(runs), setting.samples)) for runs in q_runs)
         sampled = (len(q_runs) - 1) * heads.num_heads * rows
@@ -439,7 +439,7 @@ def savings(
     )
 
 
-def _visible_pairs(query: Piece, key: Piece) -> int:
+def visible_pairs(query: Piece, key: Piece) -> int:
     return sum(_sees(one, other) for one in query.runs for other in key.runs)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise, product
 from typing import Literal, NamedTuple, TypeVar
 
@@ -24,10 +24,12 @@ from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import (
     Block,
     Heads,
+    Sent,
     num_queries,
     sampled_rows,
     sent,
     sparse_plan,
+    visible_pairs,
 )
 from longspan.core.splits import spread_heads
 from longspan.cost.architecture import ModelShape
@@ -84,7 +86,7 @@ class Traffic:
     """The tokens between a member and the members that it first meets at a level, over one link.
 
     Attributes:
-        first: bytes of queries, which are sent with the first piece.
+        first: bytes that are sent with the first piece: queries, and at level 1 all keys and values of a partition.
         keys: blocks of KV heads that are received, and that are sent.
         token_bytes: bytes of a key and a value of one head.
     """
@@ -111,7 +113,7 @@ class MemberWork:
     """The work of one member in a layer.
 
     Attributes:
-        near_pairs: pairs of its own partition.
+        near_pairs: pairs of queries with keys of their own partitions.
         at_once: by level, pairs with keys of this member, or keys that arrived at a lower level.
         by_piece: by level, pairs with keys that arrive in micro-partitions.
         tokens, results: messages by level and link.
@@ -152,10 +154,10 @@ def layer_time(
         return max(free[where, 0], free[where, 1])
 
     arrivals: dict[tuple[int, int], float] = {}
-    for level, num_pieces in enumerate(pieces, 2):
+    for level, num_pieces in enumerate((1, *pieces), 1):
         for number, where, duplex in _messages(work, level, num_pieces):
             arrivals[level, number] = max(arrivals.get((level, number), 0.0), send(where, duplex))
-    clock += work.near_pairs / rates.pairs_per_s
+    clock = max(clock, arrivals.get((1, 0), 0.0)) + work.near_pairs / rates.pairs_per_s
     returned_s = 0.0
     for level, num_pieces in enumerate(pieces, 2):
         at_once_s = work.at_once.get(level, 0.0) / rates.pairs_per_s
@@ -177,30 +179,38 @@ def layer_time(
     return max([clock + linear_s, *(send(where, duplex) for where, duplex in work.samples.items())])
 
 
+def whole_prompt(num_tokens: int, partition: int, members: int) -> SpanShards:
+    """Return the tokens of each member, with a partition for each."""
+    starts = [min(num_tokens, member * partition) for member in range(members + 1)]
+    return tuple((Run(*ends),) if ends[0] < ends[1] else () for ends in pairwise(starts))
+
+
 @lru_cache(maxsize=2**12)
 def member_works(
-    setting: SparseSetting | None, num_tokens: int, partition: int, hosts: tuple[int, ...], shape: ModelShape
+    setting: SparseSetting | None, q_runs: SpanShards, kv_runs: SpanShards, hosts: tuple[int, ...], shape: ModelShape
 ) -> tuple[MemberWork, ...]:
-    """Count the work of each member in a layer, by the ratios of layer 0. None is `alltoall` without levels."""
-    starts = [min(num_tokens, member * partition) for member in range(len(hosts) + 1)]
-    runs = tuple((Run(*ends),) if ends[0] < ends[1] else () for ends in pairwise(starts))
-    if setting is None:
-        return tuple(_exact_work(member, runs, hosts, shape) for member in range(len(hosts)))
-    return tuple(_sparse_work(setting, member, runs, hosts, shape) for member in range(len(hosts)))
+    """Count the work of each member in a layer of a step, by the ratios of layer 0.
+
+    Args:
+        setting: None is `alltoall` without levels.
+        kv_runs: the keys of each member, with its new ones.
+    """
+    count = _exact_work if setting is None else partial(_sparse_work, setting)
+    return tuple(count(member, q_runs, kv_runs, hosts, shape) for member in range(len(hosts)))
 
 
 def _sparse_work(
-    setting: SparseSetting, me: int, runs: SpanShards, hosts: tuple[int, ...], shape: ModelShape
+    setting: SparseSetting, me: int, q_runs: SpanShards, kv_runs: SpanShards, hosts: tuple[int, ...], shape: ModelShape
 ) -> MemberWork:
-    plan, heads = sparse_plan(setting, runs, runs), Heads(shape.num_heads, shape.num_kv_heads)
+    plan, heads = sparse_plan(setting, q_runs, kv_runs), Heads(shape.num_heads, shape.num_kv_heads)
     vector = shape.head_dim * shape.bytes_per_element
     levels = {other: plan.level(me, other) for other in range(len(hosts)) if other != me}
     queries: dict[tuple[int, Where], Duplex] = {}
     keys: dict[tuple[int, Where], tuple[list[Block], list[Block]]] = {}
     for other, level in levels.items():
         at = level, _where(hosts, me, other)
-        both = [sent(setting, runs, runs, 0, heads, ends) for ends in ((other, me), (me, other))]
-        _add(queries, at, *(vector * sum(len(block.heads) * block.count for block in what.queries) for what in both))
+        both = [sent(setting, q_runs, kv_runs, 0, heads, ends) for ends in ((other, me), (me, other))]
+        _add(queries, at, *(vector * _first_vectors(what, shape) for what in both))
         for way, what in enumerate(both):
             keys.setdefault(at, ([], []))[way].extend(what.keys)
     at_once, by_piece = Counter[int](), Counter[int]()
@@ -223,14 +233,14 @@ def _sparse_work(
     for (level, other), ways in answers.items():
         _add(results, (level, _where(hosts, me, other)), *ways)
     samples: dict[Where, Duplex] = {}
-    sampled = [len(sampled_rows(sum(map(len, own)), setting.samples)) for own in runs]
+    sampled = [len(sampled_rows(sum(map(len, own)), setting.samples)) for own in q_runs]
     for other in levels:
         coming, leaving = (shape.num_heads * (vector + 4) * sampled[member] for member in (other, me))
         _add(samples, _where(hosts, me, other), coming, leaving)
-    own = sum(map(len, runs[me]))
+    near = sum(visible_pairs(query, key) for query in plan.queries[me] for key in plan.near[query])
     return MemberWork(
-        num_tokens=own,
-        near_pairs=shape.num_heads * own * (own + 1) // 2,
+        num_tokens=sum(map(len, q_runs[me])),
+        near_pairs=shape.num_heads * near,
         at_once=at_once,
         by_piece=by_piece,
         tokens={
@@ -238,27 +248,40 @@ def _sparse_work(
         },
         results=results,
         samples=samples,
-        rated_pairs=shape.num_heads * sum(sampled) * own,
+        rated_pairs=shape.num_heads * sum(sampled) * sum(map(len, kv_runs[me])),
     )
 
 
-def _exact_work(me: int, runs: SpanShards, hosts: tuple[int, ...], shape: ModelShape) -> MemberWork:
+def _first_vectors(what: Sent, shape: ModelShape) -> int:
+    """Count the vectors that are sent with the first piece."""
+    whole = sum(2 * shape.num_kv_heads * piece.size for piece in what.whole)
+    return whole + sum(len(block.heads) * block.count for block in what.queries)
+
+
+def _exact_work(
+    me: int, q_runs: SpanShards, kv_runs: SpanShards, hosts: tuple[int, ...], shape: ModelShape
+) -> MemberWork:
     """Count the work of `alltoall`, as one level whose attention starts when all tokens have arrived."""
     shares = spread_heads(shape.num_heads, shape.num_kv_heads, len(hosts))
-    sizes = [sum(map(len, own)) for own in runs]
+    new, held = ([sum(map(len, own)) for own in runs] for runs in (q_runs, kv_runs))
     vector = shape.head_dim * shape.bytes_per_element
-    vectors = [len(share.heads) + 2 * len(share.kv_heads) for share in shares]
+
+    def sent_bytes(source: int, target: int) -> float:
+        share = shares[target]
+        return vector * (len(share.heads) * new[source] + 2 * len(share.kv_heads) * held[source])
+
     tokens: dict[tuple[int, Where], Duplex] = {}
     results: dict[tuple[int, Where], Duplex] = {}
     for other in range(len(hosts)):
         if other != me:
             at = 2, _where(hosts, me, other)
-            _add(tokens, at, vector * vectors[me] * sizes[other], vector * vectors[other] * sizes[me])
+            _add(tokens, at, sent_bytes(other, me), sent_bytes(me, other))
             heads = len(shares[other].heads), len(shares[me].heads)
-            _add(results, at, vector * heads[0] * sizes[me], vector * heads[1] * sizes[other])
-    pairs = len(shares[me].heads) * sum(sizes) * (sum(sizes) + 1) // 2
+            _add(results, at, vector * heads[0] * new[me], vector * heads[1] * new[other])
+    cached = sum(held) - sum(new)
+    pairs = len(shares[me].heads) * (sum(new) * (sum(new) + 1) // 2 + sum(new) * cached)
     return MemberWork(
-        num_tokens=sizes[me],
+        num_tokens=new[me],
         near_pairs=0,
         at_once={},
         by_piece={2: pairs},

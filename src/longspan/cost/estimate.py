@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -89,6 +89,23 @@ class HostKv:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drops:
+    """The setting of sparse attention of a prompt, and its work relative to the exact exchange.
+
+    Attributes:
+        levels: 1 is exact attention.
+        drop: the mean drop ratio of each level from 2 on, over KV heads and layers that drop.
+        time_share: the seconds of all layers.
+    """
+
+    levels: int
+    drop: tuple[float, ...] = ()
+    time_share: float = 1.0
+    bytes_share: float = 1.0
+    products_share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """The prediction for a prompt or a step.
 
@@ -100,6 +117,7 @@ class Estimate:
         mfu: fraction of the peak in 16 bits.
         partition: tokens of each instance.
         host: KV in the memory of hosts, if requested.
+        drops: of sparse attention, if requested.
     """
 
     phase: Phase
@@ -112,6 +130,27 @@ class Estimate:
     mfu: float
     partition: tuple[int, ...]
     host: HostKv | None = None
+    drops: Drops | None = None
+
+    def with_drops(self, drops: Drops, attention_flops: float) -> Estimate:
+        """Return the prediction with sparse attention. The output head takes as long.
+
+        Args:
+            attention_flops: operations per device of exact attention.
+        """
+        layers = {name: drops.time_share * spent_s for name, spent_s in self.breakdown.as_dict().items()}
+        breakdown = Breakdown(**(layers | {"head_s": self.breakdown.head_s}))
+        flops = self.flops_per_gpu_s * self.seconds - (1 - drops.products_share) * attention_flops
+        rate = flops / breakdown.total_s
+        return replace(
+            self,
+            seconds=breakdown.total_s,
+            breakdown=breakdown,
+            bytes_exchanged=drops.bytes_share * self.bytes_exchanged,
+            flops_per_gpu_s=rate,
+            mfu=self.mfu * rate / self.flops_per_gpu_s,
+            drops=drops,
+        )
 
     def as_json(self) -> dict[str, Any]:
         communication_s = self.breakdown.all_reduce_s + self.breakdown.exchange_s
@@ -128,6 +167,7 @@ class Estimate:
             "tflops_per_gpu_s": self.flops_per_gpu_s / 1e12,
             "partition": list(self.partition),
             "breakdown": self.breakdown.as_dict(),
+            **({} if self.drops is None else {"csa": asdict(self.drops)}),
             **({} if self.host is None else {"host_kv_tokens": self.host.tokens, "host_fetch_s": self.host.fetch_s}),
         }
 

@@ -41,7 +41,8 @@ class FittedCost:
     - A decode in a step with a prefill costs a token of the prefill, and its own context.
     - Members of a group end together. KV moves at the measured speed between two ranks.
     - Keys on a host are copied to a device during the attention to cached tokens, and for decodes without overlap.
-    - The sparse form of an exchange takes a fraction of the exact form's time, see `csa_price`.
+    - The sparse form of an exchange takes a fraction of the exact form's time, see `csa_price`. Measured sparse prompts
+      correct it.
     - Pipeline stages split the measured time of an instance without stages, by their layers and the head's weights. It
       was measured with as many other busy instances as there are further stages.
 
@@ -76,6 +77,7 @@ class FittedCost:
         self._fits = {link_class: self._fits_over(link_class) for link_class in profile.link_classes}
         self._classes: dict[tuple[int, ...], LinkClass] = {}
         self._known: dict[tuple[LinkClass, int, Exchange, int, int], float] = {}
+        self._sparse: dict[tuple[tuple[int, ...], str], float] = {}
         self._alone = self._fits[SAME_HOST]
         if (1, LOCAL) not in self._alone.times or (1, LOCAL) not in self._alone.decodes:
             problem = (
@@ -253,14 +255,20 @@ class FittedCost:
         return seconds * self._sparse_share(part) if part.exchange.is_priced_by_share else seconds
 
     def _sparse_share(self, part: Part) -> float:
-        """Predict the time of a prompt with drops or micro-partitions, relative to the measured exact exchange."""
+        """Predict the time of a step with drops or micro-partitions, relative to the measured exact exchange."""
         from longspan.cost.csa_pipeline import Members  # noqa: PLC0415 - few prompts are sparse
-        from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415
+        from longspan.cost.csa_price import measured_over_predicted, rates_of_profile  # noqa: PLC0415
 
         cluster = self._cluster
         hosts = tuple([0 if cluster is None else cluster.hosts[cluster.rank(instance)] for instance in part.group])
-        rates = rates_of_profile(self._profile, self._shape, len(hosts), self._class_of(part.group))
-        return 1.0 if rates is None else sparse_share(part, Members(hosts, self._shape, rates))
+        link_class, kind = self._class_of(part.group), part.exchange.exact_form.kind
+        rates = rates_of_profile(self._profile, self._shape, len(hosts), link_class)
+        if rates is None:
+            return 1.0
+        members = Members(hosts, self._shape, rates)
+        if (hosts, kind) not in self._sparse:
+            self._sparse[hosts, kind] = measured_over_predicted(self._profile, members, kind, link_class)
+        return self._sparse[hosts, kind] * sparse_share(part, members)
 
     def _measured_as(self, prefill: Prefill) -> int:
         """Return the number of new tokens that a measured prefill counts as."""

@@ -8,6 +8,7 @@ member has a link with equal bandwidth each way. It sends to its peers at equal 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from longspan.core.runs import SpanShards, clip, num_tokens
@@ -30,21 +31,21 @@ class HiddenWork(NamedTuple):
     returned_bytes: float
 
 
-def tokens_of(runs: SpanShards, num_pieces: int) -> list[list[int]]:
-    """Count the tokens of each member by micro-partition, for a whole prompt."""
-    stop = max((run.positions[-1] + 1 for member_runs in runs for run in member_runs), default=0)
-    return [[num_tokens(clip(own, *ends)) for own in runs] for ends in cut_evenly(stop, num_pieces)]
+def tokens_of(runs: SpanShards, num_pieces: int) -> tuple[int, list[list[int]]]:
+    """Return the first position of a step, and the tokens of each member by micro-partition."""
+    positions = [run.positions for member_runs in runs for run in member_runs]
+    start = min((own[0] for own in positions), default=0)
+    stop = max((own[-1] + 1 for own in positions), default=0)
+    ends = [(start + first, start + last) for first, last in cut_evenly(stop - start, num_pieces)]
+    return start, [[num_tokens(clip(own, *each)) for own in runs] for each in ends]
 
 
-def pair_shares(tokens: Sequence[Sequence[int]]) -> list[float]:
-    """Return the share of all pairs of a query and a visible key that each micro-partition has."""
-    shares, before = [], 0
-    total = sum(map(sum, tokens))
-    for counts in tokens:
-        after = before + sum(counts)
-        shares.append((after * (after + 1) - before * (before + 1)) / (total * (total + 1)))
-        before = after
-    return shares
+def pair_shares(tokens: Sequence[Sequence[int]], start: int = 0) -> list[float]:
+    """Return the share of all pairs of a query and a visible key that each micro-partition has, behind `start` keys."""
+    counts = [sum(own) for own in tokens]
+    ends = list(accumulate(counts, initial=start))
+    pairs = [last * (last + 1) - first * (first + 1) for first, last in pairwise(ends)]
+    return [one / sum(pairs) for one in pairs]
 
 
 def exposed_s(work: HiddenWork, link: LinkSpeed) -> float:

@@ -114,17 +114,10 @@ def wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepCo
 
 
 def sparse_share(part: Part, members: Members) -> float:
-    """Predict the time of a part with drops or micro-partitions, relative to the same part by the exact exchange.
-
-    Each chunk of a prompt has the share of the whole prompt, so that chunks sum up to it. The length of the prompt is
-    known from its last chunk, and before that from its partitions.
-    """
+    """Predict the time of a part with drops or micro-partitions, relative to the same part by the exact exchange."""
     from longspan.cost.csa_price import time_share  # noqa: PLC0415 - few prompts are sparse
 
-    num_tokens, sparse = part.stop, part.exchange.sparse
-    if part.sample is None and sparse is not None:
-        num_tokens = sparse.partition * len(members.hosts)
-    return time_share(part.exchange, num_tokens, members)
+    return time_share(part.exchange, part.start, part.runs, members)
 
 
 def rates_of_roofline(line: Roofline, hosts: tuple[int, ...], slow: float = 1.0) -> Rates:
@@ -164,6 +157,7 @@ class RooflineCost:
 
     Attributes:
         lines: the cost model of each role, prefill first.
+        shape: of the model.
     """
 
     def __init__(
@@ -175,7 +169,8 @@ class RooflineCost:
         self.num_layers = model.attention.num_layers
         self._block_size, self._num_prefill = block_size, cluster.spec.instances
         device = catalog.device(devices.hardware)
-        self._cluster, self._bus, self._is_host = cluster, catalog.link(device.bus), device.is_host
+        self._bus, self._is_host = catalog.link(device.bus), device.is_host
+        self.cluster, self.shape = cluster, model.attention
         self._path = lru_cache(maxsize=2**16)(self._find_path)
         self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)
         self._members = lru_cache(maxsize=2**8)(self._find_members)
@@ -187,7 +182,7 @@ class RooflineCost:
         each rank copies its own heads and layers over its own bus.
         """
         if move.way != "across":
-            return host_flows(move, self._cluster, self._block_bytes, self._bus.latency_s, self._bus.bytes_per_s)
+            return host_flows(move, self.cluster, self._block_bytes, self._bus.latency_s, self._bus.bytes_per_s)
         flows = [
             self._path(*pair)._replace(num_bytes=number * self._block_bytes(pair[1]))
             for pair, number in block_pairs(move)
@@ -213,7 +208,7 @@ class RooflineCost:
 
         The copy does not overlap with earlier steps.
         """
-        missing = missing_weights(self._model, self._cluster, cluster)
+        missing = missing_weights(self._model, self.cluster, cluster)
         return ReshardCost(sum(missing), self._bus.latency_s + max(missing) / self._bus.bytes_per_s)
 
     def _block_bytes(self, target: int) -> float:
@@ -252,7 +247,7 @@ class RooflineCost:
     def _find_members(self, hosts: tuple[int, ...]) -> Members:
         from longspan.cost.csa_pipeline import Members  # noqa: PLC0415 - few prompts are sparse
 
-        return Members(hosts, self._model.attention, self.rates(hosts))
+        return Members(hosts, self.shape, self.rates(hosts))
 
     def rates(self, hosts: tuple[int, ...], slow: float = 1.0) -> Rates:
         """Return the speeds of each member of a prefill group on these hosts, slowed by the factor `slow`."""

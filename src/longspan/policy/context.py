@@ -67,6 +67,7 @@ class Context(Policy, name="context"):
         sharing: how prompts are sharded. By default the options say so.
         chain_cuts: the pieces of chains. `auto` looks for cuts if an exchange may be a chain. None is even pieces.
         placement: makes the placement of requests from the default one.
+        step_tokens: bounds the tokens of a sharded prompt in a step, by view, number of members and cached tokens.
     """
 
     Options: ClassVar[type[LengthOptions]] = ContextOptions
@@ -81,6 +82,7 @@ class Context(Policy, name="context"):
         sharing: ContextOptions | None = None,
         chain_cuts: ChainCuts | Literal["auto"] | None = "auto",
         placement: Callable[[ByLength], Placement] | None = None,
+        step_tokens: Callable[[ClusterView, int, int], float] | None = None,
     ) -> None:
         super().__init__(instances, options, facts)
         if sharing is None:
@@ -95,6 +97,7 @@ class Context(Policy, name="context"):
                 chain_cuts = ChainCuts("auto", facts, len(instances))
         self._all, self._sharing, self._chain_cuts = frozenset(instances), sharing, chain_cuts
         self.parts = GroupParts(len(instances), sharing, facts, chain_cuts)
+        self._step_tokens = step_tokens
         self._by_length = ByLength(instances, sharing, facts, self.parts.chooser)
         self.placement: Placement = self._by_length if placement is None else placement(self._by_length)
 
@@ -116,7 +119,8 @@ class Context(Policy, name="context"):
         if first is not None and self._lacks_members(first, view, batch.instances):
             return Plan()
         for request in batch.running():
-            max_tokens, partition = self._max_long_tokens(view), self.placement.partition(request, view)
+            max_tokens = self._max_long_tokens(view, len(request.group), request.num_scheduled)
+            partition = self.placement.partition(request, view)
             batch.add(self.parts.next(request, batch.budget, max_tokens, partition))
         if first is not None and self._lacks_members(first, view, batch.instances):
             return Plan()
@@ -180,7 +184,7 @@ class Context(Policy, name="context"):
             group = _ending_at_owner(group, hit, budget)
         return self.parts.chunk(
             *(request, budget, group, hit),
-            most=self._max_long_tokens(view),
+            most=self._max_long_tokens(view, members, hit.num_tokens),
             end=request.num_tokens,
             partition=self.placement.partition(request, view),
         )
@@ -198,11 +202,16 @@ class Context(Policy, name="context"):
         chosen = set(self.placement.ranked(able, cached, request, budget, members)[:members])
         return tuple(i for i in able if i in chosen)
 
-    def _max_long_tokens(self, view: ClusterView) -> int:
+    def _max_long_tokens(self, view: ClusterView, members: int = 1, cached_tokens: int = 0) -> int:
         """Return the tokens of a step that each member may compute for a sharded prompt."""
         tokens, num_running = view.max_num_batched_tokens, len(view.running)
         alone = num_running <= 1 and len(list(islice(self._candidates(view), 2))) + num_running <= 1
-        return tokens if alone else max(1, int(tokens * self._sharing.long_share))
+        if alone:
+            return tokens
+        bound = tokens * self._sharing.long_share
+        if self._step_tokens is not None:
+            bound = min(bound, self._step_tokens(view, members, cached_tokens) / members)
+        return max(1, int(bound))
 
 
 def _prefilling(view: ClusterView) -> frozenset[int]:

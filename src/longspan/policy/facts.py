@@ -80,6 +80,14 @@ class Facts:
 
         return measured_rates(self, hosts)
 
+    def sparse_factor(self, hosts: tuple[int, ...], kind: str) -> float:
+        """Return the seconds of measured sparse prompts of a group, relative to predicted seconds. 1 without any."""
+        if self.profile is None:
+            return 1.0
+        from longspan.policy.group_times import sparse_factor  # noqa: PLC0415 - few policies ask
+
+        return sparse_factor(self, hosts, kind)
+
     def prompt_s(self, exchange: Exchange, group: tuple[int, ...], num_tokens: int) -> float | None:
         """Return the seconds of a whole prompt on a group by an exact exchange, or None if they are unknown."""
         if self.exact_s is not None:

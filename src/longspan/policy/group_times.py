@@ -35,10 +35,25 @@ def measured_rates(facts: Facts, hosts: tuple[int, ...]) -> Rates | None:
         return None
     from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415 - few policies ask
 
-    between = SAME_HOST
-    if facts.cluster is not None and len(set(hosts)) > 1:
-        between = between_hosts(facts.cluster, len(hosts))
-    return rates_of_profile(facts.profile, facts.shape, len(hosts), between)
+    return rates_of_profile(facts.profile, facts.shape, len(hosts), _between(facts, hosts))
+
+
+def sparse_factor(facts: Facts, hosts: tuple[int, ...], kind: str) -> float:
+    """Return the seconds of measured sparse prompts of a group, relative to predicted seconds. 1 without any."""
+    rates = measured_rates(facts, hosts)
+    if rates is None or facts.profile is None or facts.shape is None:
+        return 1.0
+    from longspan.cost.csa_pipeline import Members  # noqa: PLC0415 - few policies ask
+    from longspan.cost.csa_price import measured_over_predicted  # noqa: PLC0415
+
+    between = _between(facts, hosts)
+    return measured_over_predicted(facts.profile, Members(hosts, facts.shape, rates), kind, between)
+
+
+def _between(facts: Facts, hosts: tuple[int, ...]) -> LinkClass:
+    if facts.cluster is None or len(set(hosts)) == 1:
+        return SAME_HOST
+    return between_hosts(facts.cluster, len(hosts))
 
 
 def unmeasured_on_hosts(facts: Facts) -> list[int]:

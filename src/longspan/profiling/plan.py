@@ -7,13 +7,15 @@ from itertools import chain
 
 import msgspec
 
-from longspan.core.exchange import CHAIN, LOCAL, RING_Q, Exchange, of_any_layout
+from longspan.core.exchange import ALLTOALL_SPARSE, CHAIN, LOCAL, RING_Q, Exchange, of_any_layout
 from longspan.core.link_classes import SAME_HOST, LinkClass, slowest_link
 from longspan.core.locations import Location
 from longspan.cost.profile import Decode, Prefill, Profile, TransferKind
 
 SHARED: tuple[Exchange, ...] = (*of_any_layout(), CHAIN)
 """The measured exchanges of groups."""
+MIN_SPARSE_TOKENS = 1024
+"""Tokens of the shortest prompt that is measured with sparse attention, which pays for long prompts."""
 DECODE_STEPS = 8
 """Times between tokens per measurement, after all requests have started."""
 _BATCHES = (1, 2, 4, 8)
@@ -85,6 +87,8 @@ def all_missing(
     capacity: KvCapacity,
     repeats: int,
     link_class: LinkClass = SAME_HOST,
+    *,
+    sparse: bool = True,
 ) -> list[Prefill | Decode]:
     """Return the missing measurements of groups of these sizes. Call it again after measuring them.
 
@@ -94,6 +98,7 @@ def all_missing(
 
     Args:
         link_class: the slowest class of link in the groups of several instances.
+        sparse: also measure whole long prompts with sparse attention, see `csa_price.profiled_setting`.
     """
     whole = [new for new, cached in prompts if not cached]
     sizes = sorted(sizes)
@@ -101,6 +106,8 @@ def all_missing(
     for size in sizes:
         link = SAME_HOST if size == 1 else link_class
         tasks += [*_prefills(size, prompts, capacity, link), *_decodes(size, whole, capacity, link)]
+        long = [new for new in whole if sparse and size > 1 and new >= MIN_SPARSE_TOKENS]
+        tasks += [_prefill(size, ALLTOALL_SPARSE, new, 0, link) for new in long if capacity.fits(size, new + 1)]
     missing = [task for times in range(1, repeats + 1) for task in tasks if profile.num_times(task) < times]
     quickest = (_missing_quickest(profile, size, prompts, capacity, repeats, link_class) for size in sizes)
     return missing or list(chain.from_iterable(quickest))

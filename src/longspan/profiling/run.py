@@ -16,11 +16,12 @@ from tqdm import tqdm
 
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
-from longspan.core.exchange import ALLTOALL, CHAIN, LOCAL, RING_KV
+from longspan.core.exchange import ALLTOALL, ALLTOALL_SPARSE, CHAIN, LOCAL, RING_KV
 from longspan.core.group_links import link_of_group, links_by_size
 from longspan.core.link_classes import LinkClass
 from longspan.core.locations import Location
 from longspan.core.sampling import SamplingParams
+from longspan.cost.csa_price import PROFILED_CSA
 from longspan.cost.partition_table import Entry, PartitionTable
 from longspan.cost.partitions import Partition, cut, even, modelled_ttft, search
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer, profiled_prompts
@@ -120,9 +121,10 @@ def measure(
         if lengths is None and quick:
             lengths = quick_lengths(capacity.max_model_len)
         prompts = _prompts(lengths, capacity)
+        has_full_attention = all(spec.window is None for spec in llm.info.specs)
 
         def missing(profile: Profile, sizes: set[int], link_class: LinkClass) -> list[Prefill | Decode]:
-            return all_missing(profile, sizes, prompts, capacity, repeats, link_class)
+            return all_missing(profile, sizes, prompts, capacity, repeats, link_class, sparse=has_full_attention)
 
         measure_missing = partial(_measure_missing, missing=missing, say=say, say_progress=say_progress)
         profile = measure_missing(llm, profile, {1, max_members})
@@ -266,6 +268,9 @@ def _warm_up(llm: Instances, members: int) -> float:
 
 def _timed(llm: Instances, task: Prefill, seed: str) -> float:
     """Time one prefill. With one member, all other instances prefill such a prompt concurrently."""
+    if task.exchange == ALLTOALL_SPARSE.kind:
+        llm.set_policy("csps", {"csa": PROFILED_CSA, "threshold": "0"})
+        return timed(llm, task.new_tokens, 0, seed=seed)
     if task.members > 1:
         llm.set_policy("context", {"exchange": task.exchange, "threshold": "0"})
         return timed(llm, task.new_tokens, task.cached_tokens, seed=seed)

@@ -58,7 +58,7 @@ class PromptAttention:
         where = parts.once(("rated keys", index), lambda: self._positions(part.kv_runs[call.group.rank]))
         if call.host is not None:
             k, where = self._with_hosted(call, index, k, where)
-        hidden = _hidden(at, where, spec.window)
+        hidden = hidden_keys(at, where, spec.window)
         lse = _total(call.group, _lse(q, k, hidden, spec))
         self._sums[request_id].index_add_(0, where, _weights(q, k, hidden, lse, spec))
 
@@ -79,7 +79,7 @@ class PromptAttention:
             q = torch.cat([queries[:, own] for queries, own in zip(part.q, rows, strict=True)], dim=1)
             k, runs = by_position(part.kv_runs, part.k), coalesce(chain.from_iterable(part.kv_runs))
             where = self._positions(runs)
-            hidden = _hidden(at, where, spec.window)
+            hidden = hidden_keys(at, where, spec.window)
             weights = _weights(q, k, hidden, _lse(q, k, hidden, spec), spec)
             self._sums[request_id].index_add_(0, where, weights)
 
@@ -143,13 +143,13 @@ def _keys(blocks: Sequence[int], runs: Sequence[Run], kv: PagedKv) -> Tensor:
     return taken.transpose(0, 1).flatten(1, 2)[:, :number]
 
 
-def _hidden(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+def hidden_keys(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     """Return `[queries, keys]`: whether a query does not see a key."""
     distance = queries[:, None] - keys[None]
     return distance < 0 if window is None else (distance < 0) | (distance >= window)
 
 
-def _by_kv_head(q: Tensor, k: Tensor, hidden: Tensor, spec: AttnSpec) -> Iterator[tuple[slice, Tensor]]:
+def scores_by_kv_head(q: Tensor, k: Tensor, hidden: Tensor, spec: AttnSpec) -> Iterator[tuple[slice, Tensor]]:
     """Yield the scores `[heads, n, keys]`, float32, of the query heads of each KV head."""
     readers = len(q) // max(1, len(k))
     for kv_head, keys in enumerate(k):
@@ -162,7 +162,7 @@ def _by_kv_head(q: Tensor, k: Tensor, hidden: Tensor, spec: AttnSpec) -> Iterato
 
 def _lse(q: Tensor, k: Tensor, hidden: Tensor, spec: AttnSpec) -> Tensor:
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
-    for heads, scores in _by_kv_head(q, k, hidden, spec):
+    for heads, scores in scores_by_kv_head(q, k, hidden, spec):
         lse[heads] = torch.logsumexp(scores, dim=-1)
     return lse
 
@@ -170,6 +170,6 @@ def _lse(q: Tensor, k: Tensor, hidden: Tensor, spec: AttnSpec) -> Tensor:
 def _weights(q: Tensor, k: Tensor, hidden: Tensor, lse: Tensor, spec: AttnSpec) -> Tensor:
     """Return the sum over heads and queries of the softmax weights of each key, `[keys]` float32."""
     total = torch.zeros(k.shape[1], device=q.device)
-    for heads, scores in _by_kv_head(q, k, hidden, spec):
+    for heads, scores in scores_by_kv_head(q, k, hidden, spec):
         total += (scores - lse[heads][..., None]).exp_().sum(dim=(0, 1))
     return total

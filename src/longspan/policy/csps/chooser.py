@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import cache, lru_cache
 
 import msgspec
 
 from longspan.core.exchange import exchange_of
 from longspan.core.locations import hosts_of
-from longspan.core.sparse import DropMode
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import Rates
 from longspan.errors import ParameterError
@@ -26,7 +26,9 @@ from longspan.policy.csps.tuned import Tuned
 from longspan.policy.facts import Facts
 
 GRID = Grid(
-    drops=tuple(round(0.04 * number, 2) for number in range(13)), near_pieces=(1, 2, 4, 8), far_pieces=(1, 2, 4)
+    drops=(0.0, 0.02, 0.04, 0.06, 0.08, 0.1, *(round(0.04 * number, 2) for number in range(3, 13))),
+    near_pieces=(1, 2, 4, 8),
+    far_pieces=(1, 2, 4),
 )
 """The configurations that are tried. No prompt drops more than 48 % of the tokens of level 2."""
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 65536, 262144, 1048576)
@@ -57,6 +59,7 @@ class CsaChooser:
         self._hosts = hosts_of([facts.location(instance) for instance in instances])
         self.choose = lru_cache(maxsize=4096)(self._choose)
         self._scale = lru_cache(maxsize=4096)(self._find_scale)
+        self._sparse_factor = cache(lambda hosts: facts.sparse_factor(hosts, kind))
         for members in sizes:
             self.tables(members)
 
@@ -64,12 +67,24 @@ class CsaChooser:
         """Return the times of the group of this size, one table for each mode of drops."""
         hosts = self._hosts[:members]
         rates = rates_of(self._tuned, self._facts, hosts)
-        kind = self._exchange.kind
-        return [_enumerated(self._shape, hosts, rates, kind, mode) for mode in self._tuned.modes()]
+        group = Group(
+            shape=self._shape,
+            hosts=hosts,
+            rates=rates,
+            kind=self._exchange.kind,
+            block_size=1,  # partitions are not rounded to blocks
+            deviations=self._tuned.deviations,
+        )
+        return [_enumerated(replace(group, mode=mode)) for mode in self._tuned.modes()]
+
+    def drop(self, choice: Choice, members: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
+        """Return the ratios of a choice by layer, KV head and level, as of `SparseSetting`."""
+        return self.tables(members)[0].group.table(choice.configuration)
 
     def ttft_s(self, group: Group, num_tokens: int, configuration: Configuration) -> float:
         """Predict the seconds of a whole prompt on a group of `tables`. The step cost takes as long."""
-        return group.ttft_s(num_tokens, configuration) * self._scale(group, num_tokens)
+        scale = self._scale(group, num_tokens)
+        return group.ttft_s(num_tokens, configuration) * scale * self._factor(group.hosts, configuration.levels)
 
     def hint(self, objective: Objective) -> str:
         """Name the machine whose speeds are used, and the longest prompt that is expected to meet a target."""
@@ -88,12 +103,21 @@ class CsaChooser:
         exact_s = self._facts.prompt_s(self._exchange, self._instances[: len(group.hosts)], num_tokens)
         return 1.0 if exact_s is None else exact_s / group.ttft_s(num_tokens, Configuration(1))
 
+    def _factor(self, hosts: tuple[int, ...], levels: int) -> float:
+        """Return the seconds of sparse prompts relative to predicted seconds, if the profile has measured some."""
+        return 1.0 if levels == 1 else self._sparse_factor(hosts)
+
     def _choices(self, table: TimeTable, num_tokens: int) -> list[Choice]:
         """Return a group's options of known loss, with times scaled to the step cost."""
         group = table.group
         loss, scale = self._tuned.loss_in(group.hosts, group.mode), self._scale(group, num_tokens)
         choices = (choice for choice in table.choices(num_tokens, loss) if math.isfinite(choice.loss))
-        return [msgspec.structs.replace(choice, ttft_s=choice.ttft_s * scale) for choice in choices]
+        return [
+            msgspec.structs.replace(
+                choice, ttft_s=choice.ttft_s * scale * self._factor(group.hosts, choice.configuration.levels)
+            )
+            for choice in choices
+        ]
 
     def _choose(self, num_tokens: int, members: int, objective: Objective) -> Choice:
         """Choose for a prompt. Its length is rounded up by `bucket`."""
@@ -129,9 +153,8 @@ def rates_of(tuned: Tuned, facts: Facts, hosts: tuple[int, ...]) -> Rates:
 
 
 @lru_cache(maxsize=64)
-def _enumerated(shape: ModelShape, hosts: tuple[int, ...], rates: Rates, kind: str, mode: DropMode) -> TimeTable:
-    """Time all configurations of a group. Partitions are not rounded to blocks."""
-    group = Group(shape=shape, hosts=hosts, rates=rates, kind=kind, mode=mode, block_size=1)
+def _enumerated(group: Group) -> TimeTable:
+    """Time all configurations of a group."""
     return TimeTable.train(group, _LENGTHS, GRID)
 
 

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from longspan.core.sparse import DropMode
+from longspan.policy.csps.objective import NO_LOSS
 from longspan.policy.csps.search import Choice, Configuration, Grid, Group, Loss
 
 _POWERS = ((1, 2), (1, 2, 4))
@@ -30,22 +31,39 @@ _MAX_ROUNDS = 5000
 """Upper bound for the rounds of coordinate descent in a fit."""
 _MAX_LENGTHS = 4
 """Upper bound for the lengths of a fit with weights of their own."""
-_SAMPLES_PER_WEIGHT = 5
-"""Lower bound for the samples per weight, so that the fit does not follow noise."""
+_SAMPLES_PER_WEIGHT = {"score": 5, "perplexity": 30}
+"""Lower bound for the samples per weight, so that the fit does not follow noise. Prompts of one length are few, and
+each has many samples of perplexity. With fewer samples per weight, the fit of a length follows its prompts."""
+COVERED = 0.95
+"""Share of the prompts whose perplexity may not rise more than predicted. A larger share drops fewer tokens."""
+_OTHER_TEXTS = 5.0
+"""Factor by which texts of other kinds gain more perplexity than prompts of the measured text. A larger factor drops
+fewer tokens. Of 20 texts the most affected one gained 10 times the mean, see docs/experiments/2026-11-27."""
+_MARGIN_RANGE = (NO_LOSS / 4, 4 * NO_LOSS)
+"""Predicted points of the samples that give the margin. Smaller samples are mostly noise, and larger ones are rarely
+chosen."""
+
+Measure = Literal["score", "perplexity"]
 
 
 class LossSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A measured loss in points of score, by tokens and mean drop ratio of each level from 2 on."""
+    """A measured loss in points, by tokens and mean drop ratio of each level from 2 on.
+
+    Attributes:
+        measure: `score` is the lost mean score of a point. `perplexity` is the gain of a single prompt in per cent.
+    """
 
     num_tokens: int
     mean_drop: tuple[float, ...]
     mode: DropMode
     loss: float
+    measure: Measure = "score"
 
 
 class _LossFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fit of one number of levels and one mode: a weight for each level, power and length."""
+    """The fit of one measure, number of levels and mode: a weight for each level, power and length."""
 
+    measure: Measure
     num_ratios: int
     mode: DropMode
     powers: tuple[int, ...]
@@ -61,42 +79,64 @@ class LossModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The model of A_d = F(L_in, N_v, p): sums of powers of mean drop ratios, with weights of at least 0.
 
     The loss therefore never falls when a ratio rises. Weights are linear in the logarithm of the length between
-    measured lengths, and constant beyond them. Each number of levels and mode has its own fit.
+    measured lengths, and constant beyond them. Each measure, number of levels and mode has its own fit. The loss is the
+    larger of both measures.
 
     Attributes:
         rms: the root mean square of the residuals of all fits, in points.
+        margin: the factor by which the perplexity of a text may rise more than the mean over prompts: `_OTHER_TEXTS`
+            times the factor within which `COVERED` of the fitted prompts stay.
     """
 
     fits: list[_LossFit]
     rms: float
+    margin: float = 1.0
 
     @classmethod
     def fit(cls, samples: Sequence[LossSample]) -> Self:
         """Fit all samples by least squares."""
-        fits, squares = [], 0.0
-        kinds = {(len(sample.mean_drop), sample.mode) for sample in samples} - {(0, "kv"), (0, "qkv")}
-        for num_ratios, mode in sorted(kinds):
-            own = [sample for sample in samples if (len(sample.mean_drop), sample.mode) == (num_ratios, mode)]
+        by_kind: dict[tuple[Measure, int, DropMode], list[LossSample]] = {}
+        for one in samples:
+            if one.mean_drop:
+                by_kind.setdefault((one.measure, len(one.mean_drop), one.mode), []).append(one)
+        fits, squares, ratios = [], 0.0, list[float]()
+        for _, own in sorted(by_kind.items()):
             fits.append(_best_fit(own))
-            squares += sum((fits[-1].predict(one.num_tokens, one.mean_drop) - one.loss) ** 2 for one in own)
-        return cls(fits=fits, rms=math.sqrt(squares / max(1, len(samples))))
+            expected = [fits[-1].predict(one.num_tokens, one.mean_drop) for one in own]
+            squares += sum((predicted - one.loss) ** 2 for predicted, one in zip(expected, own, strict=True))
+            low, high = _MARGIN_RANGE
+            ratios += [
+                one.loss / predicted
+                for predicted, one in zip(expected, own, strict=True)
+                if one.measure == "perplexity" and low <= predicted <= high
+            ]
+        within = max(1.0, sorted(ratios)[math.ceil(COVERED * len(ratios)) - 1]) if ratios else 1.0
+        margin = _OTHER_TEXTS * within
+        return cls(fits=fits, rms=math.sqrt(squares / max(1, len(samples))), margin=margin)
 
-    def predict(self, num_tokens: int, mean_drop: tuple[float, ...], mode: DropMode) -> float:
+    def predict(self, num_tokens: int, mean_drop: tuple[float, ...], mode: DropMode, *, margin: bool = True) -> float:
         """Predict the lost points. Exact attention loses none.
+
+        Args:
+            margin: predict a bound for single texts. False is the mean over prompts.
 
         Raises:
             ValueError: for a number of levels or a mode that was not measured.
         """
         if not mean_drop:
             return 0.0
-        for fit in self.fits:
-            if (fit.num_ratios, fit.mode) == (len(mean_drop), mode):
-                return fit.predict(num_tokens, mean_drop)
-        raise ValueError(f"no loss was measured with {len(mean_drop) + 1} levels and drops of {mode}: measure some")
+        losses = [
+            fit.predict(num_tokens, mean_drop) * (self.margin if margin and fit.measure == "perplexity" else 1.0)
+            for fit in self.fits
+            if (fit.num_ratios, fit.mode) == (len(mean_drop), mode)
+        ]
+        if not losses:
+            raise ValueError(f"no loss was measured with {len(mean_drop) + 1} levels and drops of {mode}: measure some")
+        return max(losses)
 
 
 def _best_fit(samples: Sequence[LossSample]) -> _LossFit:
-    """Fit samples of one number of levels and mode, with as many weights as the number of samples allows.
+    """Fit samples of one measure, number of levels and mode, with as many weights as the number of samples allows.
 
     The lengths of weights split the sorted samples evenly, so that each weight is fitted to equally many samples.
     """
@@ -105,7 +145,7 @@ def _best_fit(samples: Sequence[LossSample]) -> _LossFit:
         (len(powers) * count, powers, count)
         for powers in _POWERS
         for count in range(1, min(_MAX_LENGTHS, len(measured)) + 1)
-        if _SAMPLES_PER_WEIGHT * len(powers) * count * len(samples[0].mean_drop) <= len(samples)
+        if _SAMPLES_PER_WEIGHT[samples[0].measure] * len(powers) * count * len(samples[0].mean_drop) <= len(samples)
     ]
     _, powers, count = max(allowed, default=(0, _POWERS[0], 1))
     ordered = sorted(sample.num_tokens for sample in samples)
@@ -116,7 +156,8 @@ def _best_fit(samples: Sequence[LossSample]) -> _LossFit:
 def _fit(samples: Sequence[LossSample], powers: tuple[int, ...], lengths: list[int]) -> _LossFit:
     rows = np.array([_features(one.num_tokens, one.mean_drop, powers, lengths) for one in samples])
     weights = _least_squares(rows, np.array([one.loss for one in samples]))
-    return _LossFit(len(samples[0].mean_drop), samples[0].mode, powers, lengths, weights.tolist())
+    first = samples[0]
+    return _LossFit(first.measure, len(first.mean_drop), first.mode, powers, lengths, weights.tolist())
 
 
 def _features(

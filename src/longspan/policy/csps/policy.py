@@ -11,6 +11,7 @@ decode, concurrently with short requests (SP decode, §4.2).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from longspan.core.exchange import exchange_of
 from longspan.core.locations import hosts_of
 from longspan.core.policy import Policy
 from longspan.core.sparse import SparseSetting
@@ -32,21 +34,23 @@ from longspan.policy.facts import Facts
 from longspan.policy.routing import Router
 
 if TYPE_CHECKING:
-    from longspan.policy.csps.chooser import CsaChooser
+    from longspan.policy.auto.estimates import Estimates
 
 
 class Csps(Policy, name="csps"):
     """Plans long prompts by policy `context`, and chooses the setting of sparse attention for each."""
 
     Options = CspsOptions
-    changeable = ("csa", "max_accuracy_loss", "target_ttft")
+    changeable = ("csa", "max_accuracy_loss", "target_ttft", "target_tbt")
     knows_roles = shards_decodes = True
 
     def __init__(self, instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> None:
         super().__init__(instances, options, facts)
         self.whole_prompts = True
         by_partition = partial(ByPartition, size=options.partition)
-        self._context = Context(instances, options, facts, chain_cuts=None, placement=by_partition)
+        self._context = Context(
+            instances, options, facts, chain_cuts=None, placement=by_partition, step_tokens=self._step_tokens
+        )
         assert isinstance(self._context.placement, ByPartition)
         self._placement = self._context.placement
         self._facts, self._shape = facts, facts.shape
@@ -64,6 +68,12 @@ class Csps(Policy, name="csps"):
             sizes, exchange = self._group_sizes(options), options.exchange
             chooser = CsaChooser(options.tuned, self._facts, self.instances, exchange, sizes=sizes)
         self._chooser, self._config, self._objective = chooser, options.config, options.objective
+        self._estimates: Estimates | None = None
+        if options.target_tbt is not None:
+            from longspan.policy.auto.estimates import Estimates  # noqa: PLC0415 - few bound their steps
+
+            exchanges, members = [exchange_of(options.exchange)], len(self.instances)
+            self._estimates = Estimates(self._facts, exchanges, members, options.target_tbt)
 
     def _group_sizes(self, options: CspsOptions) -> Sequence[int]:
         """Return the numbers of instances that may share a prompt: all, or any with a partition or a profile."""
@@ -87,6 +97,21 @@ class Csps(Policy, name="csps"):
         ):
             if given not in (1, actual):
                 raise ParameterError("csa", f"must have drop ratios of 1 or {actual} {unit}, but {given} given", given)
+
+    def _step_tokens(self, view: ClusterView, members: int, cached_tokens: int) -> float:
+        """Return the tokens of a shared prompt in a step that also decodes (C_TBT of §3.2.6), by `target_tbt`.
+
+        Sparse attention takes less time, so the step is shorter than the bound.
+        """
+        if self._estimates is None:
+            return math.inf
+        own = frozenset(self.instances)
+        decodes = [one for one in view.running.within(own) if one.num_tokens - one.num_scheduled == 1]
+        if not decodes:
+            return math.inf
+        context = sum(one.num_tokens for one in decodes)
+        decode_s = self._estimates.step_s(len(decodes) / len(self.instances), context / len(self.instances))
+        return self._estimates.max_tokens(members, cached_tokens, decode_s)
 
     @property
     def capacity(self) -> int:
@@ -113,15 +138,22 @@ class Csps(Policy, name="csps"):
 
     def sparse(self, num_prompt_tokens: int, block_size: int, num_blocks: int) -> SparseSetting | None:
         """Return the setting of a prompt on several instances, with a partition for each. None for one instance."""
-        config = self._config
         members, partition = self._placement.sized(num_prompt_tokens, block_size, num_blocks)
-        if self._chooser is not None and members > 1:
-            config = self._chosen(self._chooser, num_prompt_tokens, members)
-        if config is None or config.levels == 1 or members == 1:
+        hosts, config, chooser = self._hosts[:members], self._config, self._chooser
+        if members == 1:
+            return None
+        if chooser is not None:
+            chosen = chooser.choose(num_prompt_tokens, members, self._objective)
+            levels, _, pieces = msgspec.structs.astuple(chosen.configuration)
+            if levels == 1:
+                return None
+            segments, drop = segments_of(members, hosts, levels), chooser.drop(chosen, members)
+            return SparseSetting(partition, segments, drop, chosen.mode, pieces)
+        if config is None or config.levels == 1:
             return None
         return SparseSetting(
             partition=partition,
-            segments=segments_of(members, self._hosts[:members], config.levels),
+            segments=segments_of(members, hosts, config.levels),
             drop=config.table(),
             mode=config.drop_mode,
             micro_partitions=config.pieces(),
@@ -129,12 +161,6 @@ class Csps(Policy, name="csps"):
             rate_by=config.rate_by,
             drop_in_decode=config.drop_in_decode,
         )
-
-    def _chosen(self, chooser: CsaChooser, num_prompt_tokens: int, members: int) -> CsaConfig:
-        chosen = chooser.choose(num_prompt_tokens, members, self._objective)
-        levels, drop, pieces = msgspec.structs.astuple(chosen.configuration)
-        by_level = dict(enumerate(pieces, 2)) or 1
-        return CsaConfig(levels=levels, drop=drop, drop_mode=chosen.mode, micro_partitions=by_level)
 
     def merged(self, changes: Mapping[str, str | None]) -> dict[str, str | None]:
         """Return the options after a change. A new objective or new settings replace the earlier objective."""
@@ -148,10 +174,13 @@ class Csps(Policy, name="csps"):
 
     @property
     def hint(self) -> str | None:
-        if (config := self._config) is not None and (number := len(self.instances)) > 1:
-            levels = 1 + len(segments_of(number, self._hosts, config.levels))
-            if levels < config.levels:
-                return f"csa has {config.levels} levels, but {number} instances have {levels}: the rest is not used"
+        config, sizes = self._config, range(2, len(self.instances) + 1)
+        if config is not None:
+            most = 1 + max((len(segments_of(n, self._hosts[:n], config.levels)) for n in sizes), default=0)
+            if most >= config.levels:
+                return None
+            levels = f"csa has {config.levels} levels, but groups of {len(self.instances)} instances have {most}"
+            return f"{levels}: the ratios of further levels are not used"
         if self._chooser is None or self._facts.cluster is None:
             return None
         return self._chooser.hint(self._objective)

@@ -6,9 +6,10 @@ levels depends on the hosts of the group. The ratios of further levels follow fr
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 import msgspec
 
@@ -22,7 +23,9 @@ from longspan.cost.csa_price import prompt_s
 STEP = 0.02
 """Distance between two drop ratios of a grid (supplement B)."""
 _MAX_DEVIATION = 0.2
-"""Upper bound for the difference between the ratio of a layer and the mean ratio."""
+"""Upper bound for the difference between the ratio of a KV head and the mean ratio."""
+_WITHOUT_DROPS = 2
+"""Layers without drops: the first and the last."""
 
 Loss = Callable[[int, tuple[float, ...]], float]
 """A_d in points, by tokens of the prompt and mean drop ratio of each level from 2 on. Exact attention has no ratios."""
@@ -74,8 +77,8 @@ class Group:
         hosts: the host of each member, with members of one host next to each other.
         racks: the number of racks of these hosts.
         kind: the exact exchange whose sparse form computes the prompts.
-        deviations: one standard deviation of attention scores per layer. The ratio of a layer is proportional to its
-            deviation, within 0.2 of the mean ratio. If empty, all layers have the same ratio.
+        deviations: standard deviations of attention scores by layer and KV head. The ratio of a head is proportional to
+            its deviation, within 0.2 of the mean ratio. If empty, all have the same ratio.
     """
 
     shape: ModelShape
@@ -85,7 +88,7 @@ class Group:
     kind: str = ALLTOALL.kind
     mode: DropMode = "qkv"
     block_size: int = 16
-    deviations: tuple[float, ...] = ()
+    deviations: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.deviations and len(self.deviations) != self.shape.num_layers:
@@ -98,24 +101,26 @@ class Group:
         largest = len(segments_of(len(self.hosts), self.hosts, MAX_LEVELS)) + 1
         return tuple(levels for levels in (fewest, fewest + 1) if levels <= largest) or (largest,)
 
-    def layer_ratios(self, drop: float) -> list[float]:
-        """Return the ratio of level 2 in each layer. The first and the last layer drop nothing."""
-        layers = self.shape.num_layers
-        inner = self.deviations[1:-1] or (1.0,) * (layers - 2)
-        ratios = []
-        for deviation in inner:
-            ratio = drop * deviation * len(inner) / sum(inner)
-            bounded = min(max(ratio, drop - _MAX_DEVIATION), drop + _MAX_DEVIATION)
-            ratios.append(min(1.0, max(0.0, round(bounded / STEP) * STEP)) if self.deviations else drop)
-        return [0.0, *ratios, 0.0][:layers] if layers > 1 else [0.0]
+    def table(self, configuration: Configuration) -> tuple[tuple[tuple[float, ...], ...], ...]:
+        """Return the ratios by layer, KV head and level from 2 on. A single entry is for all layers, or heads."""
+        drop, levels = configuration.drop, configuration.levels
+        if not self.deviations:
+            return ((ratios_by_rule(drop, levels),),)
+        inner = self.deviations[1:-1] or self.deviations
+        mean = statistics.fmean(chain.from_iterable(inner))
+
+        def ratio(deviation: float) -> float:
+            ratio = min(max(drop * deviation / mean, drop - _MAX_DEVIATION), drop + _MAX_DEVIATION)
+            return min(1.0, max(0.0, round(round(ratio / STEP) * STEP, 2)))
+
+        return tuple(tuple(ratios_by_rule(ratio(one), levels) for one in heads) for heads in self.deviations)
 
     def mean_drop(self, configuration: Configuration) -> tuple[float, ...]:
-        """Return the mean ratio over layers of each level from 2 on."""
-        ratios = self.layer_ratios(configuration.drop)
-        inner = [ratios_by_rule(ratio, configuration.levels) for ratio in ratios[1:-1]]
-        return tuple(sum(level) / len(ratios) for level in zip(*inner, strict=True)) or (0.0,) * (
-            configuration.levels - 1
-        )
+        """Return the mean ratio of each level from 2 on, over KV heads and layers."""
+        table, num_layers = self.table(configuration), self.shape.num_layers
+        share = max(0, num_layers - _WITHOUT_DROPS) / num_layers
+        by_level = zip(*chain.from_iterable(table[1:-1] or table), strict=True)
+        return tuple(share * statistics.fmean(ratios) for ratios in by_level)
 
     def partition(self, num_tokens: int) -> int:
         """Return the tokens of a partition, rounded up to whole blocks."""
@@ -129,7 +134,7 @@ class Group:
         return SparseSetting(
             partition=self.partition(num_tokens),
             segments=segments_of(len(self.hosts), self.hosts, levels),
-            drop=tuple((ratios_by_rule(ratio, levels),) for ratio in self.layer_ratios(configuration.drop)),
+            drop=self.table(configuration),
             mode=self.mode,
             micro_partitions=configuration.micro_partitions,
         )

@@ -45,7 +45,7 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     levels: Annotated[int, msgspec.Meta(ge=1, le=MAX_LEVELS)] = 3
     drop: Ratio | dict[int, Ratios] = {}
-    drop_mode: DropMode = "qkv"
+    drop_mode: DropMode = "kv"
     micro_partitions: Pieces | dict[int, Pieces] = 1
     samples: Count = 64
     rate_by: RateBy = "layer"
@@ -103,6 +103,7 @@ class CspsOptions(ContextOptions):
             settings of each prompt.
         max_accuracy_loss: upper bound for the points of score that chosen settings lose. By default they lose none.
         target_ttft: seconds to the first token, within which chosen settings lose least. Excludes the bound above.
+        target_tbt: wanted bound for the seconds of steps that prefill a shared prompt and decode.
         partition: upper bound for the tokens of a prompt on each instance, from which the length gives the number of
             instances. `memory` is half of an instance's KV memory. With `auto`, `threshold` decides the number, and all
             instances have equally many tokens.
@@ -113,10 +114,14 @@ class CspsOptions(ContextOptions):
     csa: str = _OFF
     max_accuracy_loss: float | None = None
     target_ttft: float | None = None
+    target_tbt: float | None = None
     partition: int | Literal["auto", "memory"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.target_tbt is not None and not 0 < self.target_tbt < math.inf:
+            problem = f"must be above 0 seconds, but {self.target_tbt:g} given"
+            raise ParameterError("target_tbt", problem, self.target_tbt)
         self._check_objective()
         self._check_partition()
         if self.csa == _OFF:

@@ -56,25 +56,34 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return Configuration(self.levels, self.drop)
 
     def loss(self, exact: Point) -> float:
-        """Return A_d in points: the larger of the lost mean probability of keys, and the increase of perplexity.
+        """Return A_d in points: the larger of the lost mean probability of keys, and the mean gain of perplexity.
 
         A model may answer pass keys with very little of its attention, so the score alone is not enough.
         """
-        lost = statistics.fmean(exact.scores) - statistics.fmean(self.scores)
-        gained = math.exp(statistics.fmean(self.nll) - statistics.fmean(exact.nll)) - 1
-        return max(100 * lost, 100 * gained)
+        return max(self.lost_score(exact), statistics.fmean(self.gains(exact)))
+
+    def lost_score(self, exact: Point) -> float:
+        """Return the lost mean probability of keys in points. It is negative if the point scores higher."""
+        return 100 * (statistics.fmean(exact.scores) - statistics.fmean(self.scores))
+
+    def gains(self, exact: Point) -> list[float]:
+        """Return the gain of each prompt's perplexity in per cent."""
+        return [100 * math.expm1(own - other) for own, other in zip(self.nll, exact.nll, strict=True)]
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The errors of the fits at held-out points.
 
     Attributes:
-        accuracy: 1 - the mean absolute error of the loss, of 100 points.
+        accuracy: 1 - the mean absolute error of the mean loss, of 100 points.
+        covered: the share of prompts whose perplexity rises at most as much as predicted with the margin, or not at all
+            by `NO_LOSS`.
         time_error: the median relative error of times to first token. None if no point was timed.
     """
 
     num_points: int
     accuracy: float
+    covered: float
     time_error: float | None
 
 
@@ -86,6 +95,7 @@ class Tuned(Stored, frozen=True, kw_only=True):
         hosts: the host of each member of the group that measured.
         machine, data: the machine that measured, and its text.
         rates: of a member of that group, while all members compute.
+        deviations: of attention scores, as of `Group`.
         points: all measured points, in order. Empty if the file is only used for choices.
     """
 
@@ -100,12 +110,18 @@ class Tuned(Stored, frozen=True, kw_only=True):
     loss: LossModel
     rates: Rates
     held_out: HeldOut
+    deviations: tuple[tuple[float, ...], ...] = ()
     points: tuple[Point, ...] = ()
 
     @property
     def brief(self) -> Tuned:
         """A copy without points."""
         return msgspec.structs.replace(self, points=())
+
+    @property
+    def group(self) -> Group:
+        """The group that measured."""
+        return Group(shape=self.shape, hosts=self.hosts, rates=self.rates, deviations=self.deviations)
 
     def levels(self) -> set[int]:
         """Return the numbers of levels whose loss was measured, and 1 for exact attention."""
@@ -116,7 +132,7 @@ class Tuned(Stored, frozen=True, kw_only=True):
 
     def max_drop_without_loss(self, num_tokens: int, levels: int, mode: DropMode) -> float | None:
         """Return the largest drop ratio of level 2 without a predicted loss, or None if every ratio has a loss."""
-        group = Group(shape=self.shape, hosts=self.hosts, rates=self.rates)
+        group = self.group
         loss, largest = self.loss_in(self.hosts, mode), None
         for ratio in Grid().drops:
             if loss(num_tokens, group.mean_drop(Configuration(levels, ratio))) > NO_LOSS:
@@ -125,9 +141,10 @@ class Tuned(Stored, frozen=True, kw_only=True):
         return largest
 
     def loss_in(self, hosts: tuple[int, ...], mode: DropMode) -> Loss:
-        """Return A_d for another group. Ratios are weighted by the share of all pairs that a level has there.
+        """Return A_d for another group. A ratio counts more if a level has a larger share of all pairs there.
 
-        The loss is infinite for numbers of levels that were not measured.
+        It never counts less: in a smaller group fewer queries drop keys, but each of them drops as large a part. The
+        loss is infinite for numbers of levels that were not measured.
         """
         measured = self.levels()
 
@@ -136,7 +153,7 @@ class Tuned(Stored, frozen=True, kw_only=True):
             if levels not in measured:
                 return math.inf
             here, there = pair_shares(hosts, levels), pair_shares(self.hosts, levels)
-            alike = tuple(ratio * own / of for ratio, own, of in zip(mean_drop, here, there, strict=True))
+            alike = tuple(ratio * max(1.0, own / of) for ratio, own, of in zip(mean_drop, here, there, strict=True))
             return self.loss.predict(num_tokens, alike, mode)
 
         return loss
@@ -157,16 +174,18 @@ def tuned(points: Sequence[Point], group: Group, *, tuned_for: str, dtype: str, 
     """Fit the loss and the speeds to points, and measure their errors at the held-out points.
 
     Args:
-        group: the members that measured. Only the links of its rates are used.
+        group: the members that measured. Of its rates, only the links are used.
     """
     fitted, held_out = split(points)
     samples = loss_samples(group, fitted, points)
     model = LossModel.fit(samples)
     rates = fit_rates(group, fitted)
-    errors = [
-        abs(model.predict(point.num_tokens, point.mean_drop, point.mode) - point.loss)
-        for point in loss_samples(group, held_out, points)
-    ]
+    errors, are_covered = [], list[bool]()
+    for point, exact in _with_exact(held_out, points):
+        at = point.num_tokens, group.mean_drop(point.configuration), point.mode
+        errors.append(abs(model.predict(*at, margin=False) - point.loss(exact)))
+        bound = max(NO_LOSS, model.predict(*at))
+        are_covered += [gain <= bound for gain in point.gains(exact)]
     timed = replace(group, rates=rates)
     time_errors = [_time_error(timed, point) for point in held_out if point.ttft_s is not None]
     return Tuned(
@@ -181,8 +200,10 @@ def tuned(points: Sequence[Point], group: Group, *, tuned_for: str, dtype: str, 
         held_out=HeldOut(
             num_points=len(errors),
             accuracy=1 - statistics.fmean(errors) / 100,
+            covered=statistics.fmean(are_covered),
             time_error=statistics.median(time_errors) if time_errors else None,
         ),
+        deviations=group.deviations,
         points=tuple(points),
     )
 
@@ -195,18 +216,24 @@ def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
 
 
 def loss_samples(group: Group, points: Sequence[Point], exact: Sequence[Point]) -> list[LossSample]:
-    """Return the loss of sparse points, compared with the exact points of the same length."""
-    exact_of = {point.num_tokens: point for point in exact if point.levels == 1}
-    return [
-        LossSample(
+    """Return the losses of sparse points: the score of each point, and the perplexity of each of its prompts."""
+    samples = []
+    for point, of in _with_exact(points, exact):
+        sample = LossSample(
             num_tokens=point.num_tokens,
             mean_drop=group.mean_drop(point.configuration),
             mode=point.mode,
-            loss=point.loss(exact_of[point.num_tokens]),
+            loss=point.lost_score(of),
         )
-        for point in points
-        if point.levels > 1
-    ]
+        gains = (msgspec.structs.replace(sample, loss=gain, measure="perplexity") for gain in point.gains(of))
+        samples += [sample, *gains]
+    return samples
+
+
+def _with_exact(points: Sequence[Point], exact: Sequence[Point]) -> list[tuple[Point, Point]]:
+    """Return the sparse points, each with the exact point of the same length."""
+    exact_of = {point.num_tokens: point for point in exact if point.levels == 1}
+    return [(point, exact_of[point.num_tokens]) for point in points if point.levels > 1]
 
 
 def fit_rates(group: Group, points: Sequence[Point]) -> Rates:
