@@ -6,7 +6,11 @@ A contestant is `policy:SPEC`, or only a parallel spec, which is served by `chun
 `seesaw:pp2,tp2`. With an option, `seesaw strict=true:pp2,tp2`, clusters also change if that saves no time.
 All contestants serve the same prompts, cut from the topics of Python's help and submitted together. The table has
 tokens per second, prompts and outputs together, as a ratio to one rank in the same round. The spec `2` shows the speed
-of two processes on this machine: its instances share only the memory. Transitions of Seesaw are listed below the table.
+of two processes on this machine: its instances share only the memory.
+
+A second table has the transitions of Seesaw, and their exposed seconds: nothing is computed while KV is swapped out and
+while ranks re-shard. `seesaw-late` copies the KV of a prompt after its prefill, `seesaw` in the steps that compute it.
+Less `--host-kv-gib` gives more transitions.
 
 Simulations need a profile. Run `longspan profile --parallel 2 --threads-per-rank 1` with the same model and dtype
 before, and for specs with tp also `--parallel 2xtp2`. `--require` tests `pp2`. The exit code is 1 if its throughput is
@@ -31,12 +35,14 @@ from longspan import LLM
 from longspan.core.config import EngineConfig
 from longspan.core.sampling import SamplingParams
 from longspan.core.transitions import Transition
+from longspan.core.view import ClusterView, Plan
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
-from longspan.policy.registry import make_policy
+from longspan.policy.registry import make_policy, register_policy
+from longspan.policy.seesaw import Seesaw
 from longspan.profiling.store import load_profile
-from longspan.sim.run import simulate
+from longspan.sim.run import Result, simulate
 from longspan.workload.arrivals import Arrival
 
 WITHIN = 0.15
@@ -50,8 +56,21 @@ CONTESTANTS = (
     "prefill-first:tp2",
     "decode-first:tp2",
     "seesaw:pp2,tp2",
+    "seesaw-late strict=true:pp2,tp2",
     "seesaw strict=true:pp2,tp2",
 )
+
+
+class LateSeesaw(Seesaw, name="seesaw-late"):
+    """Seesaw whose steps copy no KV: the blocks of a request are swapped out after its prefill."""
+
+    def plan(self, view: ClusterView) -> Plan:
+        plan = super().plan(view)
+        plan.offloads = False
+        return plan
+
+
+register_policy(LateSeesaw)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +88,7 @@ class Run:
     real_s: float
     simulated_s: float | None
     transitions: Sequence[Transition]
-    simulated_transitions: int | None
+    simulated_transitions: Sequence[Transition] | None
 
 
 def main() -> int:
@@ -133,21 +152,21 @@ def serve(name: str, requests: Sequence[Request], args: argparse.Namespace) -> R
         num_before, config, begin_s = len(llm.engine.transitions), llm.engine.config, time.perf_counter()
         llm.generate([request.prompt for request in requests], params, use_tqdm=False)
         real_s = time.perf_counter() - begin_s
-        simulated_s, num_transitions = _simulated(llm, config, requests)
+        simulated = _simulated(llm, config, requests)
         return Run(
             real_s=real_s,
-            simulated_s=simulated_s,
+            simulated_s=None if simulated is None else simulated.makespan_s,
             transitions=llm.engine.transitions[num_before:],
-            simulated_transitions=num_transitions,
+            simulated_transitions=None if simulated is None else simulated.transitions,
         )
 
 
-def _simulated(llm: LLM, config: EngineConfig, requests: Sequence[Request]) -> tuple[float | None, int | None]:
+def _simulated(llm: LLM, config: EngineConfig, requests: Sequence[Request]) -> Result | None:
     """Serve the requests on the simulated cluster `config`. Return None if a profile is missing."""
     facts, clusters = llm.facts, config.phases or (config.cluster,)
     profiles = {cluster.spec.tp: _profile(llm, cluster.spec.tp) for cluster in clusters}
     if facts.shape is None or not all(profiles.values()):
-        return None, None
+        return None
     first, *others = (profile for profile in profiles.values() if profile is not None)
     settings = llm.service.policy_settings
     number = clusters[0].num_instances
@@ -157,11 +176,10 @@ def _simulated(llm: LLM, config: EngineConfig, requests: Sequence[Request]) -> t
     cost = cost.resharded(config.cluster)  # a cluster with two phases may be in either
     arrivals = [Arrival(due_s=0.0, prompt=tuple(request.prompt), output_len=request.output_len) for request in requests]
     try:
-        result = simulate(arrivals, config, policy, cost)
+        return simulate(arrivals, config, policy, cost)
     except ParameterError as error:
         print(f"not simulated: {error}", file=sys.stderr)
-        return None, None
-    return result.makespan_s, len(result.transitions)
+        return None
 
 
 def _profile(llm: LLM, tp: int) -> Profile | None:
@@ -180,12 +198,7 @@ def _report(runs_of: dict[str, list[Run]], tokens: int, least: float) -> bool:
         else:
             errors[name] = simulated_s / real_s - 1
             print(f"{line}{simulated_s:13.1f}{real_s:9.1f}{errors[name]:8.1%}")
-    for name, runs in runs_of.items():
-        if changes := runs[-1].transitions:
-            own = ", ".join(f"{transition.exposed_s:.3f}" for transition in changes)
-            said = runs[-1].simulated_transitions
-            simulated = "" if said is None else f" ({said} simulated)"
-            print(f"{name}: {len(changes)} transitions{simulated}, seconds in which nothing was computed: {own}")
+    _report_transitions(runs_of)
     if JUDGED not in ratios:
         return True
     is_quick, is_right = ratios[JUDGED] >= least, abs(errors.get(JUDGED, 0.0)) <= WITHIN
@@ -194,6 +207,23 @@ def _report(runs_of: dict[str, list[Run]], tokens: int, least: float) -> bool:
         words = "pass" if is_right else "FAIL"
         print(f"{JUDGED}: simulated within {WITHIN:.0%} wanted, {errors[JUDGED]:+.1%}: {words}")
     return is_quick and is_right
+
+
+def _report_transitions(runs_of: dict[str, list[Run]]) -> None:
+    """Print the exposed seconds of all transitions of the round with the median sum."""
+    print(f"\n{'exposed seconds':36}{'transitions':>12}{'swap-out':>10}{'re-shard':>10}{'largest swap-out':>18}")
+    for name, runs in runs_of.items():
+        measured = sorted((run.transitions for run in runs), key=_swap_s)[len(runs) // 2]
+        for title, transitions in ((name, measured), (f"{name}, simulated", runs[-1].simulated_transitions)):
+            if transitions:
+                swap_s, exposed_s = _swap_s(transitions), sum(transition.exposed_s for transition in transitions)
+                most_s = max(transition.swap_s for transition in transitions)
+                print(f"{title:36}{len(transitions):12}{swap_s:10.4f}{exposed_s - swap_s:10.4f}{most_s:18.4f}")
+    print()
+
+
+def _swap_s(transitions: Sequence[Transition]) -> float:
+    return sum(transition.swap_s for transition in transitions)
 
 
 if __name__ == "__main__":

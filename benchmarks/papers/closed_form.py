@@ -31,6 +31,7 @@ The paper leaves out some terms that are not small, and are included here:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,13 +49,20 @@ _ITERATIONS = 30
 class OfflineWork:
     """Equal requests that all arrive at once.
 
+    Attributes:
+        stage_seqs: maximum requests per pipeline stage.
+        host_s, seq_s: seconds of the host before each pass, and for each of its decodes, in which the devices wait.
+
     Raises:
-        ParameterError: for a value below 1.
+        ParameterError: for a number or length below 1.
     """
 
     num_requests: int
     input_len: int
     output_len: int
+    stage_seqs: float = math.inf
+    host_s: float = 0.0
+    seq_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "input_len", "output_len"):
@@ -73,7 +81,7 @@ class OfflineWork:
 
     def passed(self, prompt: float, decodes: float) -> Pass:
         """Make a pass over tokens of prompts and decodes."""
-        return Pass(prompt, self.input_len / 2, decodes, self.mean_len)
+        return Pass(prompt, self.input_len / 2, decodes, self.mean_len, self.host_s + decodes * self.seq_s)
 
 
 class Pass(NamedTuple):
@@ -84,12 +92,14 @@ class Pass(NamedTuple):
         prompt_seen: tokens that each token of a prompt attends to on average.
         decodes: single tokens.
         decode_seen: tokens that each decode attends to on average.
+        host_s: seconds of the host before the pass.
     """
 
     prompt: float
     prompt_seen: float
     decodes: float
     decode_seen: float
+    host_s: float = 0.0
 
 
 class LayerTerms(NamedTuple):
@@ -137,7 +147,7 @@ def stage_s(line: Roofline, forward: Pass) -> float:
     """Return T_stage of the slowest stage, which is the time between two passes of a full pipeline."""
     layers_s = layer_terms(line, forward).total_s * line.layer.model.attention.num_layers
     num_sampled = forward.decodes + (1 if forward.prompt else 0)
-    return max(line.by_stage(layers_s, line.layer.head_s(num_sampled), 0.0))
+    return forward.host_s + max(line.by_stage(layers_s, line.layer.head_s(num_sampled), 0.0))
 
 
 def kv_tokens(line: Roofline, pass_tokens: int) -> float:
@@ -157,7 +167,7 @@ def max_batch(line: Roofline, work: OfflineWork, pass_tokens: int) -> float:
             f"no request of {work.input_len} + {work.output_len} tokens fits next to a pass over {pass_tokens}: "
             f"{full_step(line, pass_tokens).arithmetic}: use more devices, or fewer max_num_batched_tokens"
         )
-    return capacity / work.mean_len
+    return min(capacity / work.mean_len, work.stage_seqs * len(line.stages))
 
 
 def static_throughput(line: Roofline, instances: int, work: OfflineWork, max_num_batched_tokens: int) -> float:

@@ -41,6 +41,7 @@ from tqdm import tqdm
 from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
 from longspan.core.splits import ParallelSpec
+from longspan.core.steps import Forward
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
@@ -64,7 +65,7 @@ _NUM_ARXIV, _NUM_SHAREGPT, _NUM_CONSTANT = 500, 2000, 200
 INPUT_LEN = 3000
 _HOST_GIB_PER_DEVICE = 80
 _MAX_NUM_SEQS = 4096
-_PASS_TOKENS = (256, 512, 1024, 2048, 4096, 8192)
+PASS_TOKENS = (256, 512, 1024, 2048, 4096, 8192)
 _FIRST_TOKENS = 1024
 _WORTH_TRYING, _WORTH_TUNING = 0.6, 0.75
 _NUM_PAIRS = 2
@@ -76,6 +77,9 @@ class Machine:
 
     Attributes:
         faster: speed of sums over ranks, as a multiple of that over the devices' link.
+        stage_seqs: maximum requests per pipeline stage. None: memory alone bounds them.
+        host_s, seq_s: seconds of the host before each pass of a stage, and for each of its requests. Devices wait.
+        host_gib: GiB of host memory for KV, for each device.
     """
 
     model: str
@@ -83,6 +87,10 @@ class Machine:
     gpus: int
     link: str | None = None
     faster: float = 1.0
+    stage_seqs: int | None = None
+    host_s: float = 0.0
+    seq_s: float = 0.0
+    host_gib: float = _HOST_GIB_PER_DEVICE
 
     def specs(self) -> list[str]:
         """Return the parallel specs that use all devices, with degrees that are powers of 2."""
@@ -106,12 +114,13 @@ class Machine:
         Raises:
             ValueError: if the model does not fit.
         """
+        pp = ParallelSpec.parse(spec).pp
         scheduling = SchedulingArgs(
             policy="chunked" if decode_spec is None else "seesaw",
-            max_num_batched_tokens=pass_tokens * ParallelSpec.parse(spec).pp,
-            max_num_seqs=_MAX_NUM_SEQS,
+            max_num_batched_tokens=pass_tokens * pp,
+            max_num_seqs=_MAX_NUM_SEQS if self.stage_seqs is None else self.stage_seqs * pp,
             block_size=16,
-            host_kv_gib=0.0 if decode_spec is None else _HOST_GIB_PER_DEVICE * self.gpus,
+            host_kv_gib=0.0 if decode_spec is None else self.host_gib * self.gpus,
         )
         cluster = ClusterSpec(
             hardware=self.hardware,
@@ -122,12 +131,22 @@ class Machine:
             decode_parallel=decode_spec,
         )
         experiment = make_experiment(self.model, cluster, scheduling)
-        if self.faster != 1:
-            for phase in experiment.facts.phases or (experiment.cluster,):
-                cost = experiment.cost.resharded(phase)
-                assert isinstance(cost, RooflineCost)
+        for phase in experiment.facts.phases or (experiment.cluster,):
+            cost = experiment.cost.resharded(phase)
+            assert isinstance(cost, RooflineCost)
+            if self.faster != 1:
                 cost.lines = tuple(_with_faster_sums(line, self.faster) for line in cost.lines)
+            if self.host_s or self.seq_s:
+                vars(cost)["stage_seconds"] = partial(_after_host, cost.stage_seconds, self)
         return experiment
+
+
+def _after_host(
+    seconds: Callable[[Forward], dict[int, tuple[float, ...]]], machine: Machine, forward: Forward
+) -> dict[int, tuple[float, ...]]:
+    """Return the seconds of the stages of a step, each after the time of the host."""
+    host_s = machine.host_s + machine.seq_s * len(forward.parts)
+    return {i: tuple([host_s + stage_s for stage_s in stages]) for i, stages in seconds(forward).items()}
 
 
 def _with_faster_sums(line: Roofline, times: float) -> Roofline:
@@ -255,7 +274,7 @@ def chats() -> Workload:
 def point(case: Case) -> Point:
     """Return the best throughput of static specs and of likely pairs."""
     requests, machine = case.requests(), case.machine
-    static, pairs = _static(machine, requests), {}
+    static, pairs = best_static(machine, requests), {}
     if has_resharding():
         runs = {
             f"{prefill} → {decode}": partial(throughput, machine, requests, spec=prefill, decode_spec=decode)
@@ -267,7 +286,7 @@ def point(case: Case) -> Point:
     return Point(figure=case.figure, name=case.name, static=static, pairs=pairs, code=code_version())
 
 
-def _static(machine: Machine, requests: Workload) -> dict[str, Rate]:
+def best_static(machine: Machine, requests: Workload) -> dict[str, Rate]:
     work = _mean_work(requests)
     expected = {spec: _expected_throughput(machine, work, spec) for spec in machine.specs()}
     least = _WORTH_TRYING * max(expected.values())
@@ -288,9 +307,9 @@ def has_resharding() -> bool:
 
 def _climb(run: Callable[[int], float], first: float | None, *, tuned: bool) -> Rate:
     """Search the best pass size from `_FIRST_TOKENS` on, whose rate is `first`, in both directions if `tuned`."""
-    start = _PASS_TOKENS.index(_FIRST_TOKENS)
+    start = PASS_TOKENS.index(_FIRST_TOKENS)
     best = Rate(pass_tokens=_FIRST_TOKENS, requests_per_s=run(_FIRST_TOKENS) if first is None else first)
-    for further in (_PASS_TOKENS[start + 1 :], _PASS_TOKENS[start - 1 :: -1]) if tuned else ():
+    for further in (PASS_TOKENS[start + 1 :], PASS_TOKENS[start - 1 :: -1]) if tuned else ():
         for tokens in further:
             rate = run(tokens)
             if rate <= best.requests_per_s:
@@ -333,7 +352,7 @@ def expected_pair_throughput(
     """Return the throughput of a pair by Eq. 1, or 0 if no request fits."""
     prefill, decode = (machine.line(spec) for spec in (prefill_spec, decode_spec))
     shape = prefill.layer.model.attention
-    host_tokens = _HOST_GIB_PER_DEVICE * machine.gpus * 2**30 / (shape.kv_bytes * shape.num_layers)
+    host_tokens = machine.host_gib * machine.gpus * 2**30 / (shape.kv_bytes * shape.num_layers)
     num_instances = ParallelSpec.parse(prefill_spec).instances
     tokens = pass_tokens * len(prefill.stages)
     try:

@@ -22,7 +22,7 @@ from turns import turning_args
 
 from longspan import SamplingParams
 from longspan.cli import app
-from longspan.core.steps import Completion, MoveKV, Reshard, Step
+from longspan.core.steps import Completion, Forward, MoveKV, Reshard, Step
 from longspan.errors import WorkerLostError
 from longspan.runtime import messages
 from longspan.runtime.executor.control_plane import WorkerExecutor
@@ -85,7 +85,9 @@ def is_reshard(step: Step) -> bool:
 
 
 def is_swap_out(step: Step) -> bool:
-    return isinstance(step, MoveKV) and step.way == "out"
+    """Return True for a step that copies KV to the host, layer by layer or after its computation."""
+    moves = step.streams if isinstance(step, Forward) else (step,)
+    return any(isinstance(move, MoveKV) and move.way == "out" for move in moves)
 
 
 def is_swap_in(step: Step) -> bool:

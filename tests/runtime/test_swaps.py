@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import select
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -23,13 +25,14 @@ from longspan.attn.comm import NO_PEERS
 from longspan.attn.spec import AttnSpec
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
-from longspan.core.steps import MoveKV
+from longspan.core.steps import Forward, MoveKV
 from longspan.errors import WorkerLostError
 from longspan.runtime.block_messages import BlockMessages
 from longspan.runtime.block_records import kv_record
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.host_pool import HostPool
 from longspan.runtime.host_tiers import HostMemory
+from longspan.runtime.messages import Moved
 from longspan.runtime.moves import Moves
 from longspan.runtime.pool import KvPool
 
@@ -101,6 +104,37 @@ def test_out_and_in_again_under_another_split(folders: dict[str, Path], model: s
     other.assert_exact(oracle.complete(other.prompt, 6))
 
 
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        ("9 on 3", "1", "pp2"),
+        ("9 on 3", "tp2pp2", "tp3"),
+        ("9 on 3", "2xpp2", "tp3"),
+        ("8 on 2", "tp4", "1"),
+        ("5 on 1", "2", "pp2"),
+    ],
+)
+def test_steps_copy_the_blocks_that_they_fill(folders: dict[str, Path], model: str, before: str, after: str) -> None:
+    """A prompt in three steps, by a group if there is one. One rank copies each head of each layer once."""
+    instances, (_, kv_heads) = Cluster.of(before, after), HEADS[model]
+    host, target, group = instances.host_pool(0), instances.num_instances - 1, instances.prefill
+    with memory_for(model) as memory, workers(folders[model], instances, host_memory=memory) as cluster:
+        request, copied = Driven(cluster, prompt_of(LENGTH)), 0
+        steps = [request.forward(stop, tuple(group), stream_to=host) for stop in (70, 112, LENGTH)]
+        for step in steps:
+            request.take(step)
+            for done in cluster.wait(*(move.number for move in step.streams)):
+                copied += done.bytes_sent["host_copy", "same_host"]
+        assert copied == -(-LENGTH // BLOCK) * kv_heads * HEAD_BYTES
+        cluster.release(request.table)
+        over = Driven(cluster, prompt_of(LENGTH, seed=2))
+        over.take(over.forward(LENGTH, tuple(group)))
+        request.table = request.moved
+        cluster.wait(request.swap("in", target).number)
+        request.decode((target,), NUM_TOKENS - 1)
+    request.assert_exact(Oracle(folders[model]).complete(request.prompt, NUM_TOKENS))
+
+
 def test_it_outlives_workers_that_are_killed(folders: dict[str, Path]) -> None:
     folder = folders["9 on 3"]
     with memory_for("9 on 3") as memory:
@@ -144,10 +178,22 @@ class Slow(HostPool):
         yield torch.zeros(4), torch.ones(4)
 
 
-def moves_with(host: HostPool) -> Moves:
-    record = kv_record([SPEC], 4, torch.float32)
+class ByLayer(HostPool):
+    """Records the layers that are copied."""
+
+    def __init__(self) -> None:
+        self.copied = queue.SimpleQueue[int]()
+
+    def copies(self, move: MoveKV, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+        assert move == OUT
+        self.copied.put(layer)
+        yield torch.zeros(4), torch.ones(4)
+
+
+def moves_with(host: HostPool, num_layers: int = 1) -> Moves:
+    record = kv_record([SPEC] * num_layers, 4, torch.float32)
     pool = KvPool(record, num_blocks=4, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
-    return Moves(BlockMessages(pool, Cluster.of("1").with_layers(1, 0.0), 0), NO_PEERS, host)
+    return Moves(BlockMessages(pool, Cluster.of("1").with_layers(num_layers, 0.0), 0), NO_PEERS, host)
 
 
 def await_wakeup(moves: Moves) -> None:
@@ -167,6 +213,22 @@ def test_a_rank_is_not_idle_before_its_copies_are_made() -> None:
     await_wakeup(moves)
     [done] = moves.take_arrived()
     assert (done.number, moves.is_idle) == (OUT.number, True)
+    moves.close()
+
+
+def test_a_step_copies_each_layer_as_soon_as_its_kv_is_written() -> None:
+    host = ByLayer()
+    moves = moves_with(host, num_layers=3)
+    step = moves.of_step(Forward(number=2, parts=(), streams=(OUT,)), NO_PEERS, Counter())
+    for layer in range(3):
+        assert host.copied.empty()
+        step.stream(layer)
+        assert host.copied.get(timeout=60) == layer, "before the next layer is computed"
+        assert layer == 2 or (moves.take_arrived() == [] and not moves.is_idle)
+    await_wakeup(moves)
+    [done] = moves.take_arrived()
+    assert (done.number, moves.is_idle) == (OUT.number, True)
+    assert isinstance(done, Moved) and done.bytes_sent == {("host_copy", "same_host"): 3 * 16}
     moves.close()
 
 

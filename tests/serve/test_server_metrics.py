@@ -21,7 +21,7 @@ COUNTERS = {
     *("prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries"),
     *("prefix_cache_hits", "instance_busy_seconds", "exchanged_bytes", "worker_restarts", "engine_restarts"),
     *("external_prefix_cache_queries", "external_prefix_cache_hits", "disk_prefix_cache_hits", "kv_cache_violations"),
-    *("prompt_tokens_cached", "corrupted_requests"),
+    *("prompt_tokens_cached", "corrupted_requests", "cluster_transitions", "cluster_transition_exposed_seconds"),
 }
 HISTOGRAMS = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
@@ -119,6 +119,9 @@ def test_gauges_are_the_engines_latest_word() -> None:
     assert (value("local_cache_usage"), value("local_storage_usage")) == (300, 600)
     assert (value("worker_restarts_total"), value("num_preemptions_total")) == (1, 4)
     assert (value("prefix_cache_queries_total"), value("prefix_cache_hits_total")) == (50, 30)
+    assert value("cluster_transitions_total") == 5
+    exposed_s = [value("cluster_transition_exposed_seconds_total", part=part) for part in ("kv_swap", "reshard")]
+    assert exposed_s == [0.25, 2.0]
 
 
 def test_counters_outlive_the_engine_process_and_gauges_do_not() -> None:
@@ -135,6 +138,8 @@ def test_counters_outlive_the_engine_process_and_gauges_do_not() -> None:
     assert value("instance_busy_seconds_total", instance="0") == 3.0
     assert value("exchanged_bytes_total", exchange="ring_kv", link="same_host") == 2000
     assert value("num_preemptions_total") == 8
+    assert value("cluster_transitions_total") == 10
+    assert value("cluster_transition_exposed_seconds_total", part="kv_swap") == 0.5
     assert value("num_requests_running") == 3
 
 

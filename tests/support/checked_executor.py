@@ -211,6 +211,9 @@ class CheckedExecutor:
             self._write(part)
         for move in forward.streams:
             [part] = [part for part in forward.parts if part.request_id == move.request_id]
+            if move.way == "out":
+                self._stream_out(part, move)
+                continue
             table = self.live[move.request_id].table
             size = self._setup.block_size
             assert all((table.index(source) + 1) * size > part.start for source, _ in move.copies), "completed here"
@@ -394,6 +397,19 @@ class CheckedExecutor:
         live = self.live.get(move.request_id) or _Live(group=(), next_start=0, slots=Slots(size=1))
         self.moving[move.number] = Moving(move=move, held=held, live=live)
 
+    def _stream_out(self, part: Part, move: MoveKV) -> None:
+        """Check blocks that a step fills and copies to hosts. Their KV may not be finite."""
+        live, size = self.live[part.request_id], self._setup.block_size
+        assert move.copies and len(set(move.copies)) == len(move.copies)
+        for source, target in move.copies:
+            stop = (live.table.index(source) + 1) * size
+            assert part.start < stop and (stop <= part.stop or part.sample is not None), "filled by this step"
+            assert target.pool == self.cluster.host_pool(source.pool)
+            assert not self._users(target) and target not in self._named, "only one move uses a target"
+            assert all(self.pool(ref.pool).references(ref.block) > 0 for ref in (source, target))
+        held = [list(self.slots[source]) for source, _ in move.copies]
+        self.moving[move.number] = Moving(move=move, held=held, live=live)
+
     def _written(self) -> set[BlockRef]:
         """The blocks that steps in flight write."""
         written = {target for f in self.in_flight.values() for m in f.rebalances for _, target in m.copies}
@@ -404,8 +420,9 @@ class CheckedExecutor:
 
     @property
     def non_finite_blocks(self) -> list[BlockRef]:
-        """The blocks that hold KV of poison."""
-        return [ref for ref, held in self.slots.items() if NON_FINITE in held]
+        """The blocks of devices that hold KV of poison. A copy to a host replaces the whole block there."""
+        held = {ref: held for ref, held in self.slots.items() if self.cluster.tier(ref.pool) == "device"}
+        return [ref for ref, names in held.items() if NON_FINITE in names]
 
     @property
     def _named(self) -> set[BlockRef]:

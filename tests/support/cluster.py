@@ -122,14 +122,16 @@ class Cluster:
     @property
     def moves(self) -> list[MoveKV]:
         """Emitted so far, from prefill to decode instances, in order."""
-        streams = [move for forward in self.forwards for move in forward.streams]
+        streams = [move for forward in self.forwards for move in forward.streams if move.way == "across"]
         alone = [step for step in self.executor.steps if isinstance(step, MoveKV) and step.way == "across"]
         return sorted([*streams, *alone], key=lambda move: move.number)
 
     @property
     def swaps(self) -> list[MoveKV]:
         """Emitted so far, between instances, hosts and disks, in order."""
-        return [step for step in self.executor.steps if isinstance(step, MoveKV) and step.way != "across"]
+        streams = [move for forward in self.forwards for move in forward.streams if move.way == "out"]
+        alone = [step for step in self.executor.steps if isinstance(step, MoveKV) and step.way != "across"]
+        return sorted([*streams, *alone], key=lambda move: move.number)
 
     @property
     def requests(self) -> list[Request]:

@@ -119,7 +119,7 @@ class Driven:
     ) -> Forward:
         """Computes up to `stop`, and samples if these are all tokens. Members are told everything each time.
 
-        With `stream_to` all blocks that have not moved yet and are complete then go to that instance.
+        With `stream_to` all blocks that have not moved yet and are complete then go to that instance or host.
         """
         tokens = [*self.prompt, *self.output]
         start, self.stop = self.stop, stop
@@ -157,7 +157,8 @@ class Driven:
         self.moved += [self.cluster.block(target) for _ in new]
         copies = [(self.table[index], self.moved[index]) for index in new]
         sources = sorted({source.instance for source, _ in copies})
-        return [self._move([copy for copy in copies if copy[0].instance == source]) for source in sources]
+        way: MoveWay = "across" if target in self.cluster.instances.instances else "out"
+        return [self._move([copy for copy in copies if copy[0].instance == source], way) for source in sources]
 
     def even_out(self, group: tuple[int, ...]) -> tuple[MoveKV, list[BlockRef]]:
         """Distribute full blocks over the members of a group. Return the move and the old blocks."""

@@ -323,5 +323,5 @@ class Engine:
         if any(scheduled.targets for scheduled in parts):
             self._ranks.send(*self.kv.pending_transfers())  # cached blocks can be sent at once
         for batch in plan.batches:
-            self._lifecycle.begin(batch)
+            self._lifecycle.begin(batch, offloads=plan.offloads)
         return True

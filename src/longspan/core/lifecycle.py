@@ -120,13 +120,14 @@ class Lifecycle:
 
     # ---------------------------------------------------------------- steps
 
-    def begin(self, batch: Sequence[ScheduledPart]) -> None:
-        """Emit a step with these parts."""
+    def begin(self, batch: Sequence[ScheduledPart], *, offloads: bool) -> None:
+        """Emit a step with these parts. `offloads`: see `Plan.offloads`."""
         number, requests, kv = self._ranks.number(), self._requests, self._kv
         moving = (part for part in batch if part.moves or (part.hit and part.hit.copies_last))
         rebalances = tuple([kv.rebalance(requests[part.request.id], part) for part in moving])
         parts = tuple([self._part(scheduled) for scheduled in batch])
-        forward = Forward(number=number, parts=parts, rebalances=rebalances, streams=kv.streams(parts))
+        streams = kv.streams(parts, offloads=offloads)
+        forward = Forward(number=number, parts=parts, rebalances=rebalances, streams=streams)
         self._queues.begin(forward, self._clock.now())
         self._ranks.send(forward)
 
@@ -169,6 +170,8 @@ class Lifecycle:
                 failed.append(request)
             elif request.finish_reason is not None and not request.in_flight:
                 self.drop(request)
+        for arrived in () if self._kv.swaps is None else self._kv.swaps.computed(forward, done.non_finite):
+            self.moved(self._kv.moved(arrived) or [])
         for scored in done.scored:
             if (live := self._queues.live(scored.request_id)) is not None:
                 live.take_scores(scored)

@@ -120,6 +120,7 @@ class Request:
     copying: dict[BlockRef, BlockRef] = field(default_factory=dict)
     moving: dict[BlockRef, BlockRef] = field(default_factory=dict)
     hosted: Counter[int] = field(default_factory=Counter)
+    streamed: Counter[int] = field(default_factory=Counter)
     rotation: Rotation | None = None
     kv_owner: int | None = None
     sampler: int = 0
@@ -228,6 +229,7 @@ class Request:
         self.copying.clear()
         self.moving.clear()
         self.hosted.clear()
+        self.streamed.clear()
         if not self.output:
             self.attention.clear()
         self.num_computed = self.num_scheduled = 0

@@ -207,8 +207,8 @@ class Forward:
         rebalances: moves between members of a part, whose table has the targets already. A layer's KV arrives before
             its attention, while the next layer's KV is sent. They complete with the Forward. Or a copy of an admitted
             request's partial block on the same instance, before any computation.
-        streams: moves of blocks that this Forward completes to other instances. Sources send a layer as soon as its KV
-            is computed. The executor informs targets. Each stream has its own `Completion`.
+        streams: moves of blocks that this Forward completes, to other instances or out to hosts. Sources send a layer
+            as soon as its KV is computed. The executor informs targets. Each stream has its own `Completion`.
         instances: the instances that compute or pass on a token, ascending.
     """
 

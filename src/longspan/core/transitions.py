@@ -32,6 +32,11 @@ class Transition:
         """The time without computation."""
         return self.ended_s - self.idle_s
 
+    @property
+    def swap_s(self) -> float:
+        """The time without computation in which KV left the devices."""
+        return self.begun_s - self.idle_s
+
 
 def phase_of(cluster: Cluster, phases: Sequence[Cluster]) -> str:
     """Return the phase of a cluster. The first of the two clusters prefills. Empty without phases."""

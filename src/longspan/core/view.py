@@ -1,8 +1,7 @@
 """The interface between engine and policies: a `core.policy.Policy` reads a `ClusterView` and returns a `Plan`.
 
-Protocols declare the read-only attributes of requests and KV pools. The objects are the engine's own, so a view costs
-no copy. The engine finds the requests of a plan by their ids. Views, scheduled parts and plans are read-only. They are
-not `frozen`, because a frozen dataclass takes 3 times as long to make, and several are made per token.
+Protocols declare the read-only attributes of the engine's requests and KV pools, so a view costs no copy. The engine
+finds the requests of a plan by their ids. Views, parts and plans are read-only, but not `frozen`, which is slow.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class RequestView(Protocol):
         kv_owner: the member that stores all KV computed from now on. None if all members do.
         kv_owners: the members that will store KV of further tokens.
         sampler: the instance that samples, or has sampled, its latest token.
-        hosted: number of blocks that are read in each host pool.
+        hosted, streamed: number of blocks in each host pool that are read there, and that its steps have offloaded.
         targets: the decode instances that its KV is sent to. Empty without transfers.
         max_cached: maximum number of tokens with cached KV. Reports about a prompt need a computation of its tokens.
     """
@@ -93,6 +92,8 @@ class RequestView(Protocol):
     def owners(self) -> Owners: ...
     @property
     def hosted(self) -> Mapping[int, int]: ...
+    @property
+    def streamed(self) -> Mapping[int, int]: ...
     @property
     def sampler(self) -> int: ...
     @property
@@ -214,10 +215,7 @@ class ClusterView:
     device_limit: int | None = None
 
     def changes(self, instances: Sequence[int]) -> int:
-        """Return a number that grows with every change that matters to these instances, while `kv` is the same object.
-
-        It covers the waiting and running requests, steps in flight, and pools, including host pools if they are read.
-        """
+        """Return a number that grows with each change of requests, steps and pools, while `kv` is the same object."""
         changes = self.running.changes
         pools = instances if self.device_limit is None else (*instances, *self.cluster.host_pools)
         return self.queue_changes + sum([changes[i] for i in instances]) + self.kv.changes(pools)
@@ -264,12 +262,14 @@ class Plan:
         loads: requests that are admitted and compute nothing before their KV is loaded, see `ScheduledPart.hit`.
         parked: requests without steps in flight whose KV is offloaded for a change of clusters.
         reshard: the cluster that replaces this one when all running requests are parked. No step is planned before.
+        offloads: steps offload the blocks that they fill, layer by layer, since their requests will be parked.
     """
 
     preempted: tuple[RequestView, ...] = ()
     loads: tuple[ScheduledPart, ...] = ()
     parked: tuple[RequestView, ...] = ()
     reshard: Cluster | None = None
+    offloads: bool = False
     batches: tuple[tuple[ScheduledPart, ...], ...] = ()
 
 

@@ -1,7 +1,7 @@
 """Seesaw: prefill and decode alternate on the same devices, each phase with its own cluster (Su et al., 2025).
 
-The prefill phase computes prompts until the host pools are full or no prompt waits. The KV of each finished prompt is
-offloaded to its hosts. Then the model is re-sharded, and the decode phase loads and decodes these requests (§4.2).
+The prefill phase computes prompts until the host pools are full or no prompt waits. Its steps offload KV (§5.2). Then
+the model is re-sharded, and the decode phase loads and decodes these requests (§4.2).
 
 If costs are known, the cluster changes only if that saves more time than the change takes. Otherwise it changes as in
 the paper. A request larger than one KV pool is shared by all instances of the phase, by the rules of `context`.
@@ -131,7 +131,7 @@ class Seesaw(Policy, name="seesaw"):
         self._parked += [(r.num_tokens, r.max_tokens - (r.num_known - r.num_prompt)) for r in done]
         hosts = _HostBudget(view, view.running)
         plan = self._groups[view.cluster.spec].prefill(view, hosts)
-        plan.parked = done
+        plan.parked, plan.offloads = done, True
         is_done = not (plan.batches or plan.loads or view.busy) and len(done) == len(view.running)
         num_started = len(self._started) + len(done)
         if is_done and num_started and not self._can_continue(view, hosts):
@@ -267,7 +267,7 @@ class _AllOrOne:
 
 
 class _HostBudget:
-    """Free blocks of host pools, without the blocks that running requests need when they are offloaded.
+    """Free blocks of host pools, without the blocks that running requests still need when they are offloaded.
 
     A shared request reserves all of its blocks on each host of its group, because its shares are not known before.
     """
@@ -280,7 +280,7 @@ class _HostBudget:
         self.num_running = 0
         for request in running:
             number = request.blocks_for(request.num_tokens)
-            self._free.subtract(dict.fromkeys(self._pools(request.group), number))
+            self._free.subtract({pool: number - request.streamed[pool] for pool in self._pools(request.group)})
             self.num_running += number
 
     @property

@@ -110,7 +110,7 @@ class BlockMessages:
 
     def __init__(self, pool: KvPool, cluster: Cluster, rank: int) -> None:
         self._pool, self._cluster, self.rank = pool, cluster, rank
-        self._instance, self._stage, self._shard = cluster.at(rank)
+        self.instance, self._stage, self._shard = cluster.at(rank)
         self.layers = pool.layers
         self.device = pool.device
 
@@ -129,23 +129,23 @@ class BlockMessages:
         for source, target in move.copies:
             if source.instance == target.instance:
                 continue  # the worker copies it
-            if source.instance == self._instance:
+            if source.instance == self.instance:
                 sent_to.setdefault(target.instance, []).append(source.block)
-            elif target.instance == self._instance:
+            elif target.instance == self.instance:
                 received_from.setdefault(source.instance, []).append(target.block)
         return RankMove(move.number, self._tensors(sent_to), self._tensors(received_from))
 
     def slices_to_send(self, move: RankMove, layer: int) -> Iterator[BlockSlice]:
         """Yield the slices of a layer that this rank sends, at most one per peer."""
         for target, blocks in move.sent_to.items():
-            for route in self._routes(layer, self._instance, target):
+            for route in self._routes(layer, self.instance, target):
                 if route.source == self._shard:
                     yield self._slice(move, layer, (target, route.target), blocks, route.source_heads)
 
     def slices_to_receive(self, move: RankMove, layer: int) -> Iterator[BlockSlice]:
         """Yield the slices of a layer that this rank receives, at most one per peer."""
         for source, blocks in move.received_from.items():
-            for route in self._routes(layer, source, self._instance):
+            for route in self._routes(layer, source, self.instance):
                 if route.target == self._shard:
                     yield self._slice(move, layer, (source, route.source), blocks, route.target_heads)
 

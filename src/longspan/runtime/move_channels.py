@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -136,14 +137,15 @@ class SwapLane:
 
     def __init__(self, host: HostPool, messages: BlockMessages, done: Callable[[Moved | Exception], None]) -> None:
         self._host, self._messages, self._done = host, messages, done
-        self._submitted: queue.SimpleQueue[tuple[MoveKV, torch.cuda.Event | None] | None] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[tuple[MoveKV, int, torch.cuda.Event | None] | None] = queue.SimpleQueue()
+        self._num_bytes = Counter[int]()  # by move
         self._closing = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def put(self, move: MoveKV) -> None:
-        """Queue a move. It starts after all earlier moves and all work submitted to the device so far."""
-        self._submitted.put((move, self._messages.mark()))
+    def put(self, move: MoveKV, layer: int, ready: torch.cuda.Event | None) -> None:
+        """Queue one layer of a move. Its copies start after all earlier ones, once `ready` has completed."""
+        self._submitted.put((move, layer, ready))
 
     def close(self) -> None:
         """End the thread after its current layer."""
@@ -155,16 +157,15 @@ class SwapLane:
         try:
             side_stream = SideStream(self._messages.device)
             while (submitted := self._submitted.get()) is not None:
-                move, ready = submitted
-                num_bytes = 0
-                for layer in self._messages.layers:
-                    if self._closing:
-                        return
-                    with side_stream(after=ready):
-                        for target, source in self._host.copies(move, layer):
-                            target.copy_(source, non_blocking=True)
-                            num_bytes += target.nbytes
-                sent: BytesSent = {("host_copy", "same_host"): num_bytes}
-                self._done(Moved(rank=self._messages.rank, number=move.number, bytes_sent=sent))
+                move, layer, ready = submitted
+                if self._closing:
+                    return
+                with side_stream(after=ready):
+                    for target, source in self._host.copies(move, layer):
+                        target.copy_(source, non_blocking=True)
+                        self._num_bytes[move.number] += target.nbytes
+                if layer == self._messages.layers[-1]:
+                    sent: BytesSent = {("host_copy", "same_host"): self._num_bytes.pop(move.number, 0)}
+                    self._done(Moved(rank=self._messages.rank, number=move.number, bytes_sent=sent))
         except Exception as error:  # noqa: BLE001 - the computing thread raises it
             self._done(error)

@@ -83,10 +83,8 @@ class Moves:
     def expect(self, moves: Sequence[MoveKV]) -> None:
         """Start to receive moves to this rank, layer by layer, in sending order. Start copies from and to hosts."""
         for swap in moves:
-            if swap.way != "across":
-                assert self._swaps is not None, "moves to and from a host need its pool"
-                self._sends[swap.number] += 1
-                self._swaps.put(swap)
+            for layer in self._messages.layers if swap.way != "across" else ():
+                self.swap_layer([swap], layer)
         rank_moves = [self._messages.of_rank(move) for move in moves if move.way == "across"]
         for layer in self._messages.layers:
             for move in rank_moves:
@@ -121,6 +119,14 @@ class Moves:
                 self._sending[chunk.peer].put(chunk)
         if layer == layers[-1] and move.sent_to:
             self._notify(move.number)
+
+    def swap_layer(self, swaps: Sequence[MoveKV], layer: int) -> None:
+        """Start to copy a layer from or to the host, after all work submitted to the device so far."""
+        ready = self._messages.mark() if swaps else None
+        for swap in swaps:
+            assert self._swaps is not None, "moves to and from a host need its pool"
+            self._sends[swap.number] += layer == self._messages.layers[0]
+            self._swaps.put(swap, layer, ready)
 
     def of_step(self, forward: Forward, rebalances: Transport, sent: Counter[tuple[str, Link]]) -> StepMoves:
         """Begin the moves of a Forward, see `StepMoves`."""
@@ -195,7 +201,7 @@ def _is_last(counts: Counter[int], number: int) -> bool:
 
 
 class StepMoves:
-    """One rank's end of the `rebalances` and `streams` of a Forward between instances. Counts sent bytes in `sent`.
+    """One rank's end of the `rebalances` and `streams` of a Forward. Counts bytes sent to instances in `sent`.
 
     Args:
         rebalances: the transport of the rebalances. Their peers receive in the same step.
@@ -213,7 +219,8 @@ class StepMoves:
     ) -> None:
         self._messages, self._transport, self._moves, self._sent = messages, rebalances, moves, sent
         self._rebalances = [messages.of_rank(move) for move in forward.rebalances if not move.is_local]
-        self._streams = [messages.of_rank(move) for move in forward.streams]
+        self._streams = [messages.of_rank(move) for move in forward.streams if move.way == "across"]
+        self._swaps = [swap for swap in forward.streams if swap.way == "out" and messages.instance in swap.sources]
         self._num_complete = self._num_streamed = messages.layers[0]
         self._receiving: list[tuple[Pending, list[tuple[BlockSlice, Message]]]] = []
         self._start(messages.layers[0])
@@ -233,6 +240,7 @@ class StepMoves:
         while self._num_streamed <= layer:
             for move in self._streams:
                 self._moves.send_layer(move, self._num_streamed, self._sent)
+            self._moves.swap_layer(self._swaps, self._num_streamed)
             self._num_streamed += 1
 
     def _start(self, layer: int) -> None:

@@ -454,7 +454,7 @@ def _progress(requests: Iterable[_Served], arrived_before_s: float) -> list[tupl
 
 def stats_of(service: Service, num_restarts: int) -> messages.Stats:
     engine = service.engine
-    load = engine.load()
+    load, transitions = engine.load(), engine.transitions
     return messages.Stats(
         num_kv_blocks=sum(engine.config.cluster.num_blocks),
         num_host_blocks=sum(engine.config.cluster.host_blocks),
@@ -465,6 +465,9 @@ def stats_of(service: Service, num_restarts: int) -> messages.Stats:
         num_prefix_queries=engine.counts.num_prefix_queries,
         num_prefix_hits=engine.counts.num_prefix_hits,
         num_kv_violations=engine.watch.num_violations,
+        num_transitions=len(transitions),
+        transition_swap_s=sum(transition.swap_s for transition in transitions),
+        transition_reshard_s=sum(transition.exposed_s - transition.swap_s for transition in transitions),
         num_external_queries=engine.counts.num_external_queries,
         num_host_hits=engine.kv.counts.num_hits,
         num_disk_hits=engine.kv.counts.num_disk_hits,

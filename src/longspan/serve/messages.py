@@ -289,6 +289,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         num_prefix_queries, num_prefix_hits: prompt tokens looked up, and found, in the prefix cache.
         num_external_queries, num_host_hits: tokens whose KV was looked up, and found, in the memory of hosts.
         num_disk_hits: tokens whose KV was found on disks.
+        num_transitions: changes of clusters.
+        transition_swap_s, transition_reshard_s: seconds of changes without computation, while KV left the devices, and
+            while ranks took their new places.
         num_kv_violations: violations that checks of the KV account have detected, see `core/kv/check.py`.
         host_blocks, disk_blocks: KV blocks that hosts and their disks hold, each of `block_bytes`.
         bytes_sent: bytes sent between ranks, or copied to and from hosts, since the start.
@@ -308,6 +311,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_host_hits: int = 0
     num_disk_hits: int = 0
     num_kv_violations: int = 0
+    num_transitions: int = 0
+    transition_swap_s: float = 0.0
+    transition_reshard_s: float = 0.0
     host_blocks: int = 0
     disk_blocks: int = 0
     block_bytes: int = 0

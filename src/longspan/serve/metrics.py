@@ -52,8 +52,13 @@ _COUNTERS = (
         "Violations in the account of KV blocks that a check of the idle engine detected: the log has details.",
     ),
     ("num_restarts", "worker_restarts", "Number of times that lost workers were replaced."),
+    ("num_transitions", "cluster_transitions", "Number of changes between clusters."),
 )
 """Counters of an engine core: field of `Stats`, metric name, help."""
+_TRANSITION_S = {"kv_swap": "transition_swap_s", "reshard": "transition_reshard_s"}
+"""Fields of `Stats` by the label `part`."""
+
+_SUMMED = (*(field for field, _, _ in _COUNTERS), *_TRANSITION_S.values())
 
 _ENGINE = "0"
 _LABELS = ["model_name", "engine"]
@@ -144,7 +149,7 @@ class Metrics(Collector):
         lost = self._lost
         self._stats = replace(
             stats,
-            **{name: getattr(lost, name) + getattr(stats, name) for name, _, _ in _COUNTERS},
+            **{name: getattr(lost, name) + getattr(stats, name) for name in _SUMMED},
             busy_s=[sum(pair) for pair in zip_longest(lost.busy_s, stats.busy_s, fillvalue=0.0)],
             bytes_sent=_sums(lost.bytes_sent, stats.bytes_sent),
         )
@@ -173,6 +178,9 @@ class Metrics(Collector):
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", {(): used_share})
         for field, name, words in _COUNTERS:
             yield self._counter(name, words, {(): getattr(stats, field)})
+        words = "Seconds of changes between clusters without computation: KV left devices, or ranks took new places."
+        parts = {(part,): getattr(stats, field) for part, field in _TRANSITION_S.items()}
+        yield self._counter("cluster_transition_exposed_seconds", words, parts, "part")
         words = "Number of times that a lost engine core was replaced."
         yield self._counter("engine_restarts", words, {(): self._num_losses})
         words = "Bytes of KV in the memory of hosts."

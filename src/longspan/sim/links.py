@@ -62,7 +62,7 @@ class Links:
             queue.popleft()
             arrivals.append((queued.number, max(now_s + queued.flow.latency_s, queued.earliest_s)))
             if queue:
-                self._begin_at(max(now_s, queued.earliest_s, queue[0].ready_s), pair)
+                self._begin_at(_begin_after(queued, queue[0], now_s), pair)
         while self._beginning and self._beginning[0][0] <= now_s:
             _, pair = heapq.heappop(self._beginning)
             self._active[pair] = self._queues[pair][0]
@@ -79,3 +79,11 @@ class Links:
         self._rates = dict(zip(self._active, shared_rates(flows), strict=True))
         self._ends_s = {pair: self._since_s + q.unsent / self._rates[pair] for pair, q in self._active.items()}
         self.next_s = min([*self._ends_s.values(), *(at_s for at_s, _ in self._beginning[:1])], default=math.inf)
+
+
+def _begin_after(sent: _Queued, following: _Queued, now_s: float) -> float:
+    """Return when a flow begins whose predecessor was sent. The layers of streams alternate, and arrive in order."""
+    if not following.earliest_s:
+        return max(now_s, sent.earliest_s, following.ready_s)
+    following.earliest_s = max(sent.earliest_s, following.earliest_s)
+    return max(now_s, following.ready_s)

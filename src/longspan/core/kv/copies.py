@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from longspan.core.blocks import BlockRef
 from longspan.core.request import Request
-from longspan.core.steps import Content, MoveKV, MoveWay
+from longspan.core.steps import Completion, Content, MoveKV, MoveWay
 
 Pair = tuple[BlockRef, BlockRef, Content]
 """A source block, a target block, and the content of both after the copy."""
@@ -24,6 +24,9 @@ class Copy:
         followers: copies from targets on the host to devices after this copy, which has a reference of each source.
         owner: the request whose table names the targets, if this copy moves its resident blocks. Ranks read the
             targets after the copy. None for other copies.
+        is_computed: False for a stream whose Forward is not complete.
+        is_finite: False for a stream of KV that is NaN or infinite. Its targets are not published.
+        arrived: the completion of a stream that arrived before the completion of its Forward.
     """
 
     move: MoveKV
@@ -32,6 +35,9 @@ class Copy:
     owned: Sequence[BlockRef]
     followers: list[Pair] = field(default_factory=list)
     owner: Request | None = None
+    is_computed: bool = True
+    is_finite: bool = True
+    arrived: Completion | None = None
 
 
 class Copies:
@@ -67,6 +73,7 @@ class Copies:
         pinned: Sequence[BlockRef],
         owned: Sequence[BlockRef],
         owner: Request | None = None,
+        is_computed: bool = True,
     ) -> MoveKV:
         """Begin a move of each pair. See `Copy` for the other arguments."""
         copies, contents = (
@@ -75,7 +82,9 @@ class Copies:
         )
         on_disk = contents if way in ("save", "load") else ()
         move = MoveKV(number=self._number(), request_id=request_id, copies=copies, way=way, contents=on_disk)
-        self._copies[move.number] = Copy(move=move, contents=contents, pinned=pinned, owned=owned, owner=owner)
+        self._copies[move.number] = Copy(
+            move=move, contents=contents, pinned=pinned, owned=owned, owner=owner, is_computed=is_computed
+        )
         self._expect(move.number, pairs)
         return move
 
@@ -87,6 +96,9 @@ class Copies:
     def _expect(self, number: int, pairs: Sequence[Pair]) -> None:
         self._in_flight.update({(target.pool, content.key): target.block for _, target, content in pairs})
         self._filling.update({target: number for _, target, _ in pairs})
+
+    def get(self, number: int) -> Copy | None:
+        return self._copies.get(number)
 
     def end(self, number: int) -> Copy | None:
         """Remove and return a copy that is done. Return None for other numbers."""

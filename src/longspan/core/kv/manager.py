@@ -135,7 +135,6 @@ class KvManager:
         return waiting if first is None else waiting[:first]
 
     def _update(self, request: Request) -> None:
-        """Update the residency of a request."""
         request.residency = residency_of(request, self.swaps)
 
     # ---------------------------------------------------------------- admission
@@ -225,8 +224,6 @@ class KvManager:
         """Take the completion of a step. Return the copied blocks with KV that is not finite, see `complete_copies`."""
         if self.transfers is not None:
             self.transfers.computed(forward)
-        if self.swaps is not None:
-            self.swaps.offload.computed(forward.number)
         if not forward.rebalances:
             return []
         copied = [(self._requests[move.request_id], move.copies) for move in forward.rebalances]
@@ -238,8 +235,10 @@ class KvManager:
             self.account.withdraw(request, start)
         self.account.publish(request, start)
 
-    def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
-        """Return moves to decode instances of the blocks that a step fills."""
+    def streams(self, parts: Sequence[Part], *, offloads: bool) -> tuple[MoveKV, ...]:
+        """Return moves of the blocks that a step fills, to decode instances, or to hosts if it `offloads`."""
+        if offloads and self.swaps is not None:
+            return self.swaps.offload.streams([(self._requests[part.request_id], part) for part in parts])
         return () if self.transfers is None else self.transfers.streams(parts)
 
     def pending_transfers(self) -> list[MoveKV]:
@@ -269,7 +268,8 @@ class KvManager:
 
     def clearable(self, slots: Iterable[tuple[BlockRef, int]] = ()) -> tuple[tuple[BlockRef, int], ...]:
         """Add slots with KV that is not finite. Return the slots that ranks can clear now, see `Free`."""
-        return tuple(slots) if self.transfers is None else self.transfers.clearable(slots)
+        ready = tuple(slots) if self.transfers is None else self.transfers.clearable(slots)
+        return ready if self.swaps is None else self.swaps.clearable(ready)
 
     # ---------------------------------------------------------------- preemption and end
 

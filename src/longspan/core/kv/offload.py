@@ -1,6 +1,7 @@
 """KV offload: copies blocks from device pools to host pools, which are a second level of the prefix cache.
 
 When a request ends or is preempted, its blocks are copied to its host. They have the same prefix keys as on devices.
+A step can copy the blocks that it fills, layer by layer, if its requests are to be parked: a stream.
 Disks are a third level. Blocks are stored on disk as soon as they are on a host.
 
 The oldest blocks of a request that exceeds its device are host-resident: the request keeps using them there.
@@ -9,16 +10,17 @@ The oldest blocks of a request that exceeds its device are host-resident: the re
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
-from longspan.core.kv.copies import Copies, Copy
+from longspan.core.kv.copies import Copies, Copy, Pair
 from longspan.core.kv.counts import TierCounts
+from longspan.core.kv.pool import BlockPool
 from longspan.core.queues import Running
 from longspan.core.request import Request
-from longspan.core.steps import Content, MoveKV
+from longspan.core.steps import Content, MoveKV, Part
 
 
 class Offload:
@@ -42,7 +44,7 @@ class Offload:
         self._copies, self._running, self._counts = copies, running, counts
         self._step_tokens, self._max_num_seqs = step_tokens, max_num_seqs
         self._offloaded: dict[int, list[BlockRef]] = {}
-        """By waiting request: host blocks with a reference for it."""
+        """By request that waits, or runs with streams: host blocks with a reference for it."""
         self._read_by_step: dict[int, list[BlockRef]] = {}
         """By step: pinned blocks that the step reads although they were moved."""
 
@@ -86,12 +88,12 @@ class Offload:
 
     @property
     def owners(self) -> set[int]:
-        """The ids of waiting requests that were offloaded."""
+        """The ids of requests that were offloaded."""
         return set(self._offloaded)
 
     @property
     def offloaded_blocks(self) -> list[BlockRef]:
-        """The host blocks of waiting requests that were offloaded."""
+        """The host blocks of requests that were offloaded."""
         return [ref for blocks in self._offloaded.values() for ref in blocks]
 
     @property
@@ -107,12 +109,29 @@ class Offload:
 
     def offload(self, request: Request) -> list[MoveKV]:
         """Return moves of the request's blocks that its hosts lack, up to the free blocks of the hosts."""
+        streamed = self._offloaded.pop(request.id, [])
         if request.finish_reason is None:
+            self._offloaded[request.id] = []
+        moves = self._copy_to_hosts(request, self._account.contents(request))
+        self._account.release(reversed(streamed))
+        return moves
+
+    def streams(self, parts: Iterable[tuple[Request, Part]]) -> tuple[MoveKV, ...]:
+        """Return moves of the blocks that a step fills, or in which prompts end. Ranks copy each layer in the step."""
+        moves = list[MoveKV]()
+        for request, part in parts:
             self._offloaded.setdefault(request.id, [])
+            moves += self._copy_to_hosts(request, _filled(request, part), is_stream=True)
+        return tuple(moves)
+
+    def _copy_to_hosts(
+        self, request: Request, blocks: Iterable[tuple[BlockRef, Content]], *, is_stream: bool = False
+    ) -> list[MoveKV]:
+        """Return moves of blocks that the hosts lack, up to their free blocks. Reference the blocks of the hosts."""
         copies: defaultdict[int, list[tuple[BlockRef, BlockRef, Content]]] = defaultdict(list)
         kept: defaultdict[int, list[BlockRef]] = defaultdict(list)
         contents: defaultdict[int, list[Content]] = defaultdict(list)
-        for named, content in self._account.contents(request):
+        for named, content in blocks:
             is_loading = named in request.moving and self._cluster.tier(named.pool) == "device"
             ref = request.moving[named] if is_loading else named
             is_hosted = self._cluster.tier(ref.pool) == "host"
@@ -128,14 +147,18 @@ class Offload:
             kept[number].append(BlockRef(number, block))
             contents[number].append(content)
         moves = []
-        for number, blocks in kept.items():
-            self._touch_on_disk(self._cluster.disk_pool(number), contents[number])
+        for number, held in kept.items():
+            if (disk := self._cluster.disk_pool(number)) is not None:
+                _touch(self._account.pool(disk), contents[number])
             if moved := copies.get(number):
                 sources = [source for source, _, _ in moved]
                 self._account.pin(sources)
-                moves.append(self._copies.begin("out", request.id, moved, pinned=sources, owned=blocks))
+                begin = self._copies.begin
+                moves.append(begin("out", request.id, moved, pinned=sources, owned=held, is_computed=not is_stream))
             else:
-                self._assign(request.id, blocks)
+                self._assign(request.id, held)
+            if is_stream:
+                request.streamed[number] += len(held)
         self.note_peak()
         return moves
 
@@ -146,11 +169,9 @@ class Offload:
 
     def _find_on_host(self, number: int, content: Content) -> int | None:
         """Return the block of a host that has a content, or is being filled with it."""
-        block = self._account.pool(number).holder(content)
-        return self._find_in_flight(number, content) if block is None else block
-
-    def _find_in_flight(self, pool: int, content: Content) -> int | None:
-        ref = self._copies.find_in_flight(content.key, (pool,))
+        if (block := self._account.pool(number).holder(content)) is not None:
+            return block
+        ref = self._copies.find_in_flight(content.key, (number,))
         return None if ref is None else ref.block
 
     def _assign(self, request_id: int, blocks: Sequence[BlockRef]) -> None:
@@ -163,29 +184,11 @@ class Offload:
         else:
             self._account.release(reversed(blocks))
 
-    def _touch_on_disk(self, disk: int | None, contents: Sequence[Content]) -> None:
-        """Make the disk's blocks with these contents most recently used, the first of them last of all."""
-        if disk is None:
-            return
-        pool = self._account.pool(disk)
-        for content in reversed(contents):
-            if (block := pool.holder(content)) is not None:
-                pool.share(block)
-                pool.release(block)
-
     def _store(self, copy: Copy) -> list[MoveKV]:
         """Return a move of the copied blocks to the host's disk, up to its free blocks, if the disk lacks any."""
-        host = copy.move.copies[0][1].pool
-        if (disk := self._cluster.disk_pool(host)) is None:
+        if (disk := self._cluster.disk_pool(copy.move.copies[0][1].pool)) is None:
             return []
-        source_pool, disk_pool = self._account.pool(host), self._account.pool(disk)
-        saved = []
-        for (_, source), content in zip(copy.move.copies, copy.contents, strict=True):
-            if source_pool.holder(content) != source.block or self._find_in_flight(disk, content) is not None:
-                continue
-            if disk_pool.holder(content) is None and disk_pool.num_free:
-                source_pool.share(source.block)
-                saved.append((source, BlockRef(disk, disk_pool.place(content)), content))
+        saved = list(_place_on_disk(self._account, self._copies, copy, disk))
         kept = [ref for source, target, _ in saved for ref in (source, target)]
         return [self._copies.begin("save", copy.move.request_id, saved, pinned=[], owned=kept)] if saved else []
 
@@ -325,3 +328,33 @@ def _missing(demand: int, free: Sequence[int], num_blocks: int) -> int:
     if demand <= num_blocks:
         return 0 if max(free) >= demand else demand
     return 0 if sum(free) >= demand else -(-demand // len(free))
+
+
+def _filled(request: Request, part: Part) -> list[tuple[BlockRef, Content]]:
+    """Return the blocks that a part fills, or in which the prompt ends, with their contents after the part."""
+    size = request.block_size
+    stop = part.stop // size if part.sample is None else request.blocks_for(part.stop)
+    return [
+        (request.table[i], Content(request.parent_key(i), request.tokens(i * size, min(part.stop, (i + 1) * size))))
+        for i in range(part.start // size, stop)
+    ]
+
+
+def _touch(pool: BlockPool, contents: Sequence[Content]) -> None:
+    """Make the blocks with these contents most recently used, the first of them last of all."""
+    for content in reversed(contents):
+        if (block := pool.holder(content)) is not None:
+            pool.share(block)
+            pool.release(block)
+
+
+def _place_on_disk(account: KvAccount, copies: Copies, copy: Copy, disk: int) -> Iterator[Pair]:
+    """Place the contents of copied blocks on a disk that lacks them. Share their blocks on the host."""
+    disk_pool = account.pool(disk)
+    for (_, source), content in zip(copy.move.copies, copy.contents, strict=True):
+        host_pool = account.pool(source.pool)
+        if host_pool.holder(content) != source.block or copies.find_in_flight(content.key, (disk,)) is not None:
+            continue
+        if disk_pool.holder(content) is None and disk_pool.num_free:
+            host_pool.share(source.block)
+            yield source, BlockRef(disk, disk_pool.place(content)), content

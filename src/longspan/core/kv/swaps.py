@@ -14,7 +14,7 @@ from longspan.core.kv.lookup import Lookup, SwapPrices
 from longspan.core.kv.offload import Offload
 from longspan.core.queues import Running
 from longspan.core.request import Request
-from longspan.core.steps import Completion, Content, MoveKV
+from longspan.core.steps import Completion, Content, Forward, MoveKV
 
 Pools = Mapping[int, Iterable[tuple[int, Content]]]
 """The contents of pools, by their numbers: pairs of block and content, least recently used first."""
@@ -41,6 +41,7 @@ class Swaps:
         swap: SwapPrices | None,
     ) -> None:
         self._block_size, self._swap, self._counts = block_size, swap, counts
+        self._uncleared: dict[BlockRef, int] = {}  # blocks with KV that is not finite, and its first slot
         self.copies = Copies(number)
         self.account: Lookup
         self.loads = Loads(self.copies, counts)
@@ -49,6 +50,7 @@ class Swaps:
 
     def regroup(self, cluster: Cluster, before: KvAccount | None) -> None:
         """Continue with a cluster, and with the pools `before` on hosts and disks, or empty ones."""
+        self._uncleared.clear()
         prices = None if self._swap is None else self._swap(cluster)
         self.account = Lookup(cluster, self.copies, block_size=self._block_size, swap=prices)
         if before is not None:
@@ -73,23 +75,45 @@ class Swaps:
         Returns:
             The id of the request whose KV was moved, and moves to submit.
         """
-        if (copy := self.copies.end(done.number)) is None:
+        if (copy := self.copies.get(done.number)) is None:
             return None
+        if not copy.is_computed:
+            copy.arrived = done
+            return copy.move.request_id, []
+        self.copies.end(done.number)
         move, account, counts = copy.move, self.account, self._counts
+        failed = done.failed if copy.is_finite else range(len(move.copies))
         counts.num_swapped_blocks += len(move.copies) if move.way in ("out", "in") else 0
         for index, ((source, target), content) in enumerate(zip(move.copies, copy.contents, strict=True)):
-            if index not in done.failed:
+            if index not in failed:
                 account.pool(target.pool).publish(target.block, content)
                 counts.num_disk_hits += len(content.tokens) if move.way == "load" else 0
             elif move.way == "load":
                 account.pool(source.pool).forget(source.block)
         is_offload = move.way == "out" or copy.owner is not None
         moves = self.offload.moved(copy) if is_offload else []
-        moves += self.loads.moved(copy, done.failed)
+        moves += self.loads.moved(copy, failed)
         if not is_offload:
             account.unpin(reversed(copy.pinned))
             account.release(reversed(copy.owned))
         return move.request_id, moves
+
+    def computed(self, forward: Forward, non_finite: Collection[int]) -> list[Completion]:
+        """Take the completion of a step. Return the completions of its streams that arrived before it."""
+        self.offload.computed(forward.number)
+        streams = [copy for move in forward.streams if (copy := self.copies.get(move.number)) is not None]
+        for copy in streams:
+            copy.is_computed, copy.is_finite = True, copy.move.request_id not in non_finite
+        return [copy.arrived for copy in streams if copy.arrived is not None]
+
+    def clearable(self, slots: Iterable[tuple[BlockRef, int]]) -> tuple[tuple[BlockRef, int], ...]:
+        """Add slots with KV that is not finite. Return those in blocks that no copy reads, earlier slots included."""
+        self._uncleared.update(slots)
+        if not self._uncleared:
+            return ()
+        read = {ref for copy in self.copies for ref in copy.pinned}
+        ready = [ref for ref in self._uncleared if ref not in read]
+        return tuple([(ref, self._uncleared.pop(ref)) for ref in ready])
 
     def release_hosted(self, requests: Iterable[Request], hosts: range) -> None:
         """Release the host blocks of requests that have lost their device blocks."""

@@ -37,7 +37,8 @@ class InFlight:
     """Tracks the steps in flight and turns reports into completions. Times are seconds of any clock.
 
     A rank is busy while a step needs work from it that waits for no other step. Receivers of a MoveKV are busy once all
-    sources have started to send. Loads from a host make them busy immediately.
+    sources have started to send. Loads from a host make them busy immediately. Sources of a stream to a host are busy
+    until they report it.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -56,9 +57,9 @@ class InFlight:
         for move in carried:
             assert move.way == "in" or not {*move.targets} & {*move.sources}, "sources are no targets"
             sources = self.ranks(move.sources)
-            self._steps[move.number] = _StepInFlight(
-                awaited={*self.ranks(move.targets)}, unsent={*sources}, sending={*sources}
-            )
+            ends = sources if move.way == "out" else self.ranks(move.targets)
+            sending = () if move.way == "out" else sources
+            self._steps[move.number] = _StepInFlight(awaited={*ends}, unsent={*sources}, sending={*sending})
         own = self._steps.setdefault(step.number, _StepInFlight(awaited=set()))
         own.awaited.update(workers)
         own.carried = [move.number for move in carried]
