@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -271,10 +271,11 @@ def chats() -> Workload:
 # ---------------------------------------------------------------- the best of each point
 
 
-def point(case: Case) -> Point:
-    """Return the best throughput of static specs and of likely pairs."""
+def point(case: Case, static: Mapping[str, Rate] | None = None) -> Point:
+    """Return the best throughput of likely pairs, and of static specs unless `static` is given."""
     requests, machine = case.requests(), case.machine
-    static, pairs = best_static(machine, requests), {}
+    static = best_static(machine, requests) if static is None else dict(static)
+    pairs = {}
     if has_resharding():
         runs = {
             f"{prefill} → {decode}": partial(throughput, machine, requests, spec=prefill, decode_spec=decode)

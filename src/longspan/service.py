@@ -201,6 +201,14 @@ class Service:
             recorder.stop()
             recorder.write(self.setup.policy.name, self.setup.given)
 
+    def trace(self, last_s: float) -> str | None:
+        """Return a Perfetto trace of the last seconds as JSON. None if nothing is recorded."""
+        if self.recorder is None:
+            return None
+        from longspan.extras.trace import chrome_trace  # noqa: PLC0415 - few runs are recorded
+
+        return chrome_trace([self.recorder.record(self.policy_settings.name, last_s=last_s)])
+
     def restart(self) -> None:
         """Replace all workers. Every request resumes. Ranks of lost hosts get other places, or their instances end.
 

@@ -63,6 +63,17 @@ class RequestMetrics:
             self.tbt_s.append(now_s - self.last_token_s)
         self.last_token_s = now_s
 
+    def take_part(self, part: Part, request: Request) -> None:
+        self.num_computed_tokens += part.stop - part.start
+        kind = "decode" if part.start >= request.num_prompt else "partial_prefill" if part.start else "prefill"
+        steps, exchange = self.exchanges.setdefault(kind, {}), part.exchange.shown
+        steps[exchange] = steps.get(exchange, 0) + 1
+        if part.exchange.sparse is not None and not part.exchange.traits.decodes:
+            queries, keys = part.runs, request.owners.held(part.stop)
+            if part.exchange.is_layerwise:  # every member has all tokens
+                queries, keys = ((coalesce(chain(*runs)),) for runs in (queries, keys))
+            self.sparse_parts.append((part.exchange.sparse, queries, keys))
+
 
 @dataclass(kw_only=True, eq=False)
 class Request:
@@ -336,15 +347,7 @@ class Request:
     def take_part(self, part: Part) -> None:
         assert self.num_computed == part.start, "steps complete in order"
         self.num_computed = part.stop
-        self.metrics.num_computed_tokens += part.stop - part.start
-        kind = "decode" if part.start >= self.num_prompt else "partial_prefill" if part.start else "prefill"
-        steps, exchange = self.metrics.exchanges.setdefault(kind, {}), part.exchange.shown
-        steps[exchange] = steps.get(exchange, 0) + 1
-        if part.exchange.sparse is not None and not part.exchange.traits.decodes:
-            queries, keys = part.runs, self.owners.held(part.stop)
-            if part.exchange.is_layerwise:  # every member has all tokens
-                queries, keys = ((coalesce(chain(*runs)),) for runs in (queries, keys))
-            self.metrics.sparse_parts.append((part.exchange.sparse, queries, keys))
+        self.metrics.take_part(part, self)
 
     def take_scores(self, scored: Scored) -> None:
         for position, logprobs in zip(scored.positions, scored.logprobs, strict=True):

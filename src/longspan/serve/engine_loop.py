@@ -177,7 +177,8 @@ class EngineLoop:
                     self._service.stop_recording()
                 self._send(messages.Timeline(id, is_on))
             case messages.GetTimeline(id, seconds):
-                self._send(_timeline(self._service, id, seconds))
+                trace = self._service.trace(seconds)
+                self._send(messages.Timeline(id, is_on=trace is not None, trace=trace))
             case messages.Quit():
                 self._quitting = True
 
@@ -406,15 +407,6 @@ class EngineLoop:
 
     def _send(self, report: messages.Report) -> None:
         self._socket.send(self._encoder.encode(report))
-
-
-def _timeline(service: Service, number: int, last_s: float) -> messages.Timeline:
-    if (recorder := service.recorder) is None:
-        return messages.Timeline(number, is_on=False)
-    from longspan.extras.trace import chrome_trace  # noqa: PLC0415 - few servers are recorded
-
-    record = recorder.record(service.policy_settings.name, last_s=last_s)
-    return messages.Timeline(number, is_on=True, trace=chrome_trace([record]))
 
 
 def _cause_of_losses(error: WorkerLostError) -> str:
