@@ -251,7 +251,7 @@ def dropped() -> Check:
 def dropping(model: str, data_set: DataSet) -> Savings:
     """Return the savings of all long prompts together, with the policy's settings. Saved bytes save link time."""
     shape, parts = _architecture(model).attention, []
-    experiment = csps_serving.ntp_by_length(model, csps_serving.csa(model))
+    experiment = csps_serving.ntp_by_length(model, csps_serving.csa())
     chosen = experiment.policy()
     for length in csps_serving.lengths(data_set)[0]:
         if length <= LONG:
