@@ -61,16 +61,16 @@ CONTESTANTS = (
 )
 
 
-class LateSeesaw(Seesaw, name="seesaw-late"):
-    """Seesaw whose steps copy no KV: the blocks of a request are swapped out after its prefill."""
+def register_late_seesaw() -> None:
+    """Register Seesaw whose steps copy no KV: the blocks of a request are swapped out after its prefill."""
 
-    def plan(self, view: ClusterView) -> Plan:
-        plan = super().plan(view)
-        plan.offloads = False
-        return plan
+    class LateSeesaw(Seesaw, name="seesaw-late"):
+        def plan(self, view: ClusterView) -> Plan:
+            plan = super().plan(view)
+            plan.offloads = False
+            return plan
 
-
-register_policy(LateSeesaw)
+    register_policy(LateSeesaw)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,7 @@ class Run:
 
 def main() -> int:
     """Serve, simulate and compare all contestants."""
+    register_late_seesaw()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("contestants", nargs="*", default=CONTESTANTS, metavar="CONTESTANT")
     parser.add_argument("--model", default="smollm2-135m")

@@ -38,6 +38,7 @@ from longspan.pool_sizes import KvBytes, by_rule, check_hosts, with_pools
 from longspan.profiling.store import load_partitions, load_profile, load_traffic, profile_key_of
 from longspan.runtime.block_records import kv_record
 from longspan.runtime.pool import default_step_bytes
+from longspan.runtime.split_check import check_splits
 
 if TYPE_CHECKING:
     from longspan.core.fleets import Fleet
@@ -388,10 +389,7 @@ def check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy: Po
         check_degree(info.specs, tp, cluster.num_instances if shares_layers else 1)
     source = getattr(policy.options, "weights", None) if exchange in (None, ALLTOALL) else None
     weights = () if source is None else get_args(WeightSource) if source == "auto" else (source,)
-    if cluster.num_ranks > 1:
-        from longspan.runtime.split_check import check_splits  # noqa: PLC0415 - one rank splits nothing
-
-        check_splits(files, info, cluster, gathers_hidden=shares_layers, weights=weights)
+    check_splits(files, info, cluster, gathers_hidden=shares_layers, weights=weights)
 
 
 def check_windows(info: ModelInfo, csa: str) -> None:

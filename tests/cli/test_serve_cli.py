@@ -76,6 +76,7 @@ VALUES: dict[str, str | list[str]] = {
     "skip_tokenizer_init": "true",
     "trust_remote_code": "true",
     "policy": "context",
+    "tune_idle": "true",
     "exchange": "alltoall",
     "layout": "striped",
     "fractions": "0.6,0.4",
@@ -116,6 +117,7 @@ NEEDED = {
     "prefill_parallel": ("--decode-parallel", "1"),
     "decode_parallel": ("--prefill-parallel", "1"),
     "transfer_backends": ("--prefill-parallel", "1", "--decode-parallel", "1"),
+    "tune_idle": ("--policy", "runahead", "--parallel", "2"),
 }
 """Flags that need other flags."""
 APART = (*NEEDED, "parallel", "instances", "tp", "pp", "csa", "target_ttft")

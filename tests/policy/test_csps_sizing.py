@@ -179,16 +179,3 @@ def test_options_that_say_otherwise_are_refused(options: dict[str, str], words: 
     with pytest.raises(ParameterError) as error:
         make_policy("csps", num_instances=2, options=options)
     assert words in str(error.value)
-
-
-@pytest.mark.parametrize(("num_instances", "levels"), [(2, 2), (4, 3), (8, 4)])
-def test_levels_that_the_instances_do_not_have_are_reported(num_instances: int, levels: int) -> None:
-    """On one host a group of n has at most 1 + log2(n) levels, and the settings have four."""
-    csa = json.dumps({"levels": 4, "drop": 0.2})
-    policy = make_policy("csps", num_instances=num_instances, options={"csa": csa})
-    setting = policy.sparse(8000, 16, 10_000)
-    assert setting is not None and setting.num_levels == levels
-    reported = policy.hint or ""
-    assert (f"csa has 4 levels, but {num_instances} instances have {levels}" in reported) == (levels < 4)
-    exact = make_policy("csps", num_instances=num_instances, options={})
-    assert exact.hint is None

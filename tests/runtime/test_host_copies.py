@@ -83,7 +83,8 @@ def test_swap_copies_each_piece_once_without_other_memory() -> None:
     messages: Any = SimpleNamespace(device=torch.device("cpu"), layers=range(5), rank=3, mark=lambda: None)
     Recorded.calls.clear()
     lane = SwapLane(host, messages, done.put)
-    lane.put(MoveKV(number=8, request_id=1, copies=(), way="out"))
+    for layer in range(5):
+        lane.put(MoveKV(number=8, request_id=1, copies=(), way="out"), layer, None)
     moved = done.get(timeout=60)
     lane.close()
     assert moved == Moved(rank=3, number=8, bytes_sent={("host_copy", "same_host"): 5 * 48})

@@ -30,7 +30,7 @@ from torch import Tensor
 from longspan.attn.backends import Partial, backend_of
 from longspan.attn.comm import Group, hidden_hops
 from longspan.attn.exchanges import Call, attention_exchange
-from longspan.attn.gather_hidden import AttendPiece, GatherHidden
+from longspan.attn.gather_hidden import AttendPiece, GatherHidden, pieces_of
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
@@ -200,7 +200,7 @@ def attend(call: Call) -> Tensor:
 
 def _gather_hidden(call: Call) -> Tensor:
     """Exchange queries, keys and values instead of hidden states and projections."""
-    spec, num_pieces = call.spec, call.exchange.hidden_pieces
+    spec, num_pieces = call.spec, pieces_of(call.exchange)
     shared = GatherHidden(call.group, call.parts, call.kv, spec, num_pieces=num_pieces)
     hidden = torch.cat([call.q, call.k, call.v]).transpose(0, 1)
     heads, kv_heads = (slice(x.start, x.stop) for x in (shared.share.heads, shared.share.kv_heads))

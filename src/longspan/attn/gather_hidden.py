@@ -25,6 +25,7 @@ from longspan.attn.gathered import GatheredPart, attend_gathered
 from longspan.attn.member import MemberParts, gather_runs, split_runs
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import Exchange
 from longspan.core.runs import Run, SpanShards, clip, num_tokens, stretch
 from longspan.core.splits import cut_evenly, split_heads
 
@@ -34,6 +35,12 @@ AttendPiece = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of this member's heads for the tokens of one micro-partition: `(q, k, v) -> out`, as `Attend`."""
 Project = Callable[[int, Tensor, AttendPiece], Tensor]
 """Computes the projections of a micro-partition: `(number, hidden [tokens, hidden], attend) -> partial output`."""
+
+
+def pieces_of(exchange: Exchange) -> int:
+    """Return the number of micro-partitions. With several levels, the largest number counts."""
+    sparse = exchange.sparse
+    return exchange.micro_partitions if sparse is None else max(sparse.micro_partitions, default=1)
 
 
 def micro_partitions(parts: MemberParts, number: int) -> list[MicroPartition]:
@@ -90,13 +97,13 @@ class GatherHidden:
         scattered: list[ReduceScatter] = []
         for number, (gathering, blocks) in enumerate(gatherings):
             gathering.wait()
-            if number + 1 < len(gatherings):
-                gatherings[number + 1][0].pass_on()
             if not number:
                 cached_pending.wait()
                 self._keys = self._with_cached(cached)
             gathered = torch.cat([block.tensors[0] for block in blocks])
             output = project(number, gathered, partial(self._attend, number))
+            if number + 1 < len(gatherings):  # behind the computation, which hides blocks of other hosts
+                gatherings[number + 1][0].pass_on()
             counts = [sum(lengths) for lengths in self._lengths[number]]
             hop = self._hop(number) + gather_hops(self._group.size) + 1
             scattered.append(ReduceScatter(self._group, output.split(counts), hop=hop))

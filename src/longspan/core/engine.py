@@ -238,7 +238,10 @@ class Engine:
         """Wait until copies between tiers and changes of places are complete, without a step. Return whether so."""
         until_s = self._clock.now() + timeout_s
         while self._is_settling and (left_s := until_s - self._clock.now()) > 0:
-            self._poll(left_s)
+            if self.has_ready:  # the end of a step ends its copies to hosts
+                self._lifecycle.complete(*self._queues.steps.take())
+            else:
+                self._poll(left_s)
         return not self._is_settling
 
     def _poll(self, timeout_s: float | None) -> None:

@@ -112,14 +112,13 @@ class Exchange(NamedTuple):
         return self if self.micro_partitions == 1 else self._replace(micro_partitions=1)
 
     @property
+    def is_sparse_form(self) -> bool:
+        return self.traits.sparse_form_of is not None
+
+    @property
     def is_priced_by_share(self) -> bool:
         """Whether the seconds of prompts are predicted as a share of those of its exact form."""
         return self.micro_partitions > 1 or (self.sparse is not None and not self.traits.decodes)
-
-    @property
-    def hidden_pieces(self) -> int:
-        """The micro-partitions of gathered hidden states. With several levels, the largest number counts."""
-        return self.micro_partitions if self.sparse is None else max(self.sparse.micro_partitions, default=1)
 
 
 _SPARSE_FORMS: dict[str, str] = {}

@@ -112,10 +112,7 @@ class Policy:
 
     @property
     def traffic(self) -> Any | None:  # noqa: ANN401 - of package `policy`, which this package does not import
-        """The latest requests, from which a policy starts after a restart, as `policy.traffic.Traffic`.
-
-        It is another object after a change. None if the policy keeps none.
-        """
+        """The latest requests, as `policy.traffic.Traffic`: another object after a change. None if it keeps none."""
         return None
 
     @property

@@ -169,7 +169,7 @@ def _summed_norm(
 
 
 def all_weights(module: Any) -> dict[str, Tensor]:  # noqa: ANN401 - a module, whatever its class
-    """Return the parameters of a module by name. Quantised weights are dequantised."""
+    """Return the parameters of a module by name. Quantised weights are dequantised, to tensors of their own."""
     parts = ((name, getattr(part, "levels", None)) for name, part in module.named_modules())
     levels = {f"{name}.weight": own.weights() for name, own in parts if own is not None}
     return dict(module.named_parameters()) | levels

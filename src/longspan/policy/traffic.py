@@ -32,4 +32,6 @@ class Traffic(Stored, frozen=True, kw_only=True):
         if self.improvement_rates:
             from longspan.policy.tetris.rates import RateTable  # noqa: PLC0415 - most policies have no such rates
 
-            RateTable.parse(self.improvement_rates)
+            table = RateTable.parse(self.improvement_rates)
+            if min(requests_per_s for requests_per_s, _ in table.entries) <= 0:
+                raise ValueError(f"improvement rates {self.improvement_rates} are for 0 requests per second")

@@ -79,6 +79,11 @@ class IdleTuner:
         listed = ", ".join(map(str, lengths)) or "no further length"
         _log.info("while no request runs, partitions are measured for prompts of these tokens: %s", listed)
 
+    @property
+    def is_timing(self) -> bool:
+        """Whether a prompt runs."""
+        return self._request is not None
+
     def begin(self, now_s: float) -> bool:
         """Start the next prompt on an idle engine. Return False if none is left, or a request came just now."""
         self._take()
@@ -103,7 +108,7 @@ class IdleTuner:
             self._take()
             if request.finish_reason is None:
                 self._engine.finish(request, "abort")
-                _log.info("measuring partitions stopped: a request or another command came")
+                _log.info("measuring partitions stopped for a while: there is a command, or a worker was lost")
 
     def _search(self, length: int) -> Partition:
         """Return the best partition by the times so far, or raise _UntimedError with the partition to time next."""
@@ -153,7 +158,8 @@ class IdleTuner:
         """Use and save the partition of a length, and go on with the next length."""
         seconds = {partition: statistics.median(times) for partition, times in self._times.items()}
         pieces = even(length, self.cuts.members, self._engine.config.block_size)
-        self._expected_s, self._longest_s = _GROWTH * self._longest_s, 0.0
+        doublings = max(1.0, math.log2(self._lengths[1] / length)) if len(self._lengths) > 1 else 1.0
+        self._expected_s, self._longest_s = _GROWTH**doublings * self._longest_s, 0.0
         if seconds:
             _log.info(
                 "partition of %d tokens: %s in %.3g s; even pieces take %.3g s",
@@ -193,10 +199,11 @@ def tuner_of(
     lengths = [length for length in default_lengths(max_model_len) if length in sizes and policy.shares(length)]
 
     def save(entry: Entry) -> None:
-        nonlocal stored
         cuts.add(entry)
-        stored = stored.with_entry(entry)
-        save_partitions(profile_key, block_size, stored)
+        latest = load_partitions(profile_key, block_size)  # others may have saved some meanwhile
+        save_partitions(profile_key, block_size, latest.with_entry(entry))
 
     missing = [length for length in lengths if length not in known]
+    if missing and missing[0] != lengths[0]:
+        missing.insert(0, lengths[0])  # its time bounds the times of the others
     return IdleTuner(engine, cuts, missing, link_class=link_class, vocab_size=vocab_size, save=save)

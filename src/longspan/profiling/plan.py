@@ -98,7 +98,7 @@ def all_missing(
 
     Args:
         link_class: the slowest class of link in the groups of several instances.
-        sparse: also measure whole long prompts with sparse attention, see `csa_price.profiled_setting`.
+        sparse: also measure whole long prompts with sparse attention, see `csa_price.PROFILED_CSA`.
     """
     whole = [new for new, cached in prompts if not cached]
     sizes = sorted(sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 import re
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 StoredT = TypeVar("StoredT", bound=Stored)
 _REVISION = 5
+_log = logging.getLogger("longspan")
 """Increased with every change of the engine's speed or of the measurements, so that old profiles are not used."""
 
 
@@ -64,13 +66,17 @@ def load_partitions(profile_key: ProfileKey, block_size: int) -> PartitionTable:
 
 
 def load_traffic(profile_key: ProfileKey, fleet: str) -> Traffic | None:
-    """Read the traffic of a fleet, such as `4`, or None without a file. Raises ModelError for an invalid file."""
+    """Read the traffic of a fleet, such as `4`. None without a file, or with a warning for an invalid one."""
     path = _traffic_file(profile_key, fleet)
     if not path.exists():
         return None
     from longspan.policy.traffic import Traffic  # noqa: PLC0415 - only where a server has recorded it
 
-    return _load(Traffic, path)
+    try:
+        return _load(Traffic, path)
+    except ModelError as error:
+        _log.warning("the policy starts without earlier requests: %s", error)
+        return None
 
 
 def _load(kind: type[StoredT], path: Path) -> StoredT | None:

@@ -348,7 +348,7 @@ class EngineLoop:
     def _restarted(self, *, is_changed: bool) -> None:
         """Report new workers, and another fleet if it has changed."""
         self._service.executor.wakeup = self._socket
-        self._upkeep.stop_tuning()  # a prompt that was running takes too long
+        self._upkeep.stop_tuning(worker_lost=True)
         self._send(messages.Restarted())
         if is_changed:
             if self._resharding is not None:

@@ -49,8 +49,8 @@ def expected_ttft_s(service: Service, request: Request, before: Iterable[Request
     return wait_s + min(
         times.seconds(num_new, num_cached)
         + times.fit.start_s * (ceil(num_new / (config.max_num_batched_tokens * members)) - 1)
-        for (members, _), times in measured.items()
-        if members <= (1 if is_alone else len(instances))
+        for (members, exchange), times in measured.items()
+        if members <= (1 if is_alone else len(instances)) and not exchange.is_sparse_form
     )
 
 

@@ -56,7 +56,7 @@ class Upkeep:
             _log.warning("the next server starts without the requests of this one: %s", error)
 
     def tune(self) -> bool:
-        """Begin to time a prompt for the partitions of chains, on an idle engine. Return False if none is to time."""
+        """Begin to time a prompt for the partitions of chains, on an idle engine. Return False without one."""
         if not self._tune_idle:
             return False
         from longspan.policy.runahead import Runahead  # noqa: PLC0415 - few servers are tuned
@@ -68,11 +68,26 @@ class Upkeep:
         if self._tuner is None or self._tuner.cuts is not policy.cuts:
             from longspan.profiling.idle import tuner_of  # noqa: PLC0415
 
-            self._tuner = tuner_of(service.engine, policy, self._key, service.max_model_len, service.info.vocab_size)
+            key, vocab_size = self._key, service.info.vocab_size
+            try:
+                self._tuner = tuner_of(service.engine, policy, key, service.max_model_len, vocab_size)
+            except ModelError as error:
+                return self._end_tuning(error)
             self._tuner.stop(now_s)  # it waits for a quiet time
-        return self._tuner.begin(now_s)
+        try:
+            return self._tuner.begin(now_s)
+        except ModelError as error:
+            return self._end_tuning(error)
 
-    def stop_tuning(self) -> None:
-        """End a prompt that is timed, since there is a command of a client, or a worker was lost."""
-        if self._tuner is not None:
-            self._tuner.stop(time.monotonic())
+    def stop_tuning(self, *, worker_lost: bool = False) -> None:
+        """End a prompt that is timed. After the loss of a worker during one, no further prompt is timed."""
+        if self._tuner is None:
+            return
+        if worker_lost and self._tuner.is_timing:
+            self._end_tuning("a worker was lost during a prompt")
+        self._tuner.stop(time.monotonic())
+
+    def _end_tuning(self, cause: ModelError | str) -> bool:
+        self._tune_idle = False
+        _log.warning("partitions are not measured any more: %s", cause)
+        return False

@@ -17,6 +17,7 @@ from longspan.attn.comm import Message
 from longspan.attn.exchanges import Call, exchange
 from longspan.attn.member import MemberPart
 from longspan.attn.paged import PagedPlan, Reads
+from longspan.attn.paged_splits import copied_once
 from longspan.core.exchange import RING_Q_SPARSE
 from longspan.core.runs import Relation, num_tokens
 from longspan.core.splits import HeadShare
@@ -136,7 +137,7 @@ def _attend_far(call: Call, one: _Asked, rows: Tensor) -> Partial | None:
     if not by_heads:
         return None
     out, lse = rows.new_zeros(rows.shape), rows.new_full(rows.shape[:1], -torch.inf, dtype=torch.float32)
-    blocks = torch.tensor(one.part.blocks, dtype=torch.int64, device=kv.keys.device)
+    blocks = copied_once(tuple(one.part.blocks), torch.int64, kv.keys.device)
     for heads, indices in by_heads:
         first = one.heads.index(heads.start)
         own = slice(first * readers, (first + len(heads)) * readers)

@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.attn.comm import ALONE, Group
 from longspan.attn.exchanges import Call
 from longspan.attn.exchanges.alltoall_sparse import attend_levels, rate_later, rated_keys
-from longspan.attn.gather_hidden import GatherHidden
+from longspan.attn.gather_hidden import GatherHidden, pieces_of
 from longspan.attn.gathered import GatheredPart, by_position, split_by_position
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
@@ -40,7 +40,7 @@ class SparseGatherHidden(GatherHidden):
         layers: Sequence[int],
         first_kv_head: int,
     ) -> None:
-        super().__init__(group, parts, kv, spec, num_pieces=exchange.hidden_pieces)
+        super().__init__(group, parts, kv, spec, num_pieces=pieces_of(exchange))
         assert exchange.sparse is not None, "a sparse form has a setting"
         self._setting = exchange.sparse._replace(micro_partitions=())  # attention sends nothing
         exchange = exchange._replace(sparse=self._setting)

@@ -118,11 +118,17 @@ class Copies:
         self._filling.clear()
         return copies
 
-    def find_in_flight(self, key: bytes, pools: Iterable[int]) -> BlockRef | None:
-        """Return the block being filled with a content, in the first pool that has one."""
+    def find_in_flight(self, key: bytes, pools: Iterable[int], *, computed: bool = False) -> BlockRef | None:
+        """Return the block being filled with a content, in the first pool that has one.
+
+        Args:
+            computed: only blocks whose content is computed already.
+        """
         for pool in pools if self._in_flight else ():
             if (block := self._in_flight.get((pool, key))) is not None:
-                return BlockRef(pool, block)
+                ref = BlockRef(pool, block)
+                if not computed or self._copies[self._filling[ref]].is_computed:
+                    return ref
         return None
 
     def content(self, ref: BlockRef) -> Content | None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from longspan.core.blocks import BlockRef, PrefixHit
@@ -94,7 +95,8 @@ class Lookup(KvAccount):
         self, request: RequestView, group: Sequence[int], hosts: Sequence[int], disks: Sequence[int]
     ) -> _TieredHit:
         """Follow the prefix keys of a request through devices of a group, hosts and disks."""
-        coming, size, hit = self._copies.find_in_flight, request.block_size, _TieredHit(refs=[])
+        coming = partial(self._copies.find_in_flight, computed=True)
+        size, hit = request.block_size, _TieredHit(refs=[])
         limit, index = request.max_cached, 0
         while (index + 1) * size <= limit:
             key = request.parent_key(index + 1)

@@ -332,6 +332,8 @@ def _missing(demand: int, free: Sequence[int], num_blocks: int) -> int:
 
 def _filled(request: Request, part: Part) -> list[tuple[BlockRef, Content]]:
     """Return the blocks that a part fills, or in which the prompt ends, with their contents after the part."""
+    if not request.enable_prefix_caching:
+        return []
     size = request.block_size
     stop = part.stop // size if part.sample is None else request.blocks_for(part.stop)
     return [

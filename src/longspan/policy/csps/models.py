@@ -34,6 +34,8 @@ _MAX_LENGTHS = 4
 _SAMPLES_PER_WEIGHT = {"score": 5, "perplexity": 30}
 """Lower bound for the samples per weight, so that the fit does not follow noise. Prompts of one length are few, and
 each has many samples of perplexity. With fewer samples per weight, the fit of a length follows its prompts."""
+_MIN_RATIOS, _UNKNOWN_WITHIN = 20, 2.2
+"""Prompts that show within which factor losses stay, and the least factor with fewer: as in the shipped file."""
 COVERED = 0.95
 """Share of the prompts whose perplexity may not rise more than predicted. A larger share drops fewer tokens."""
 _OTHER_TEXTS = 5.0
@@ -110,7 +112,8 @@ class LossModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 for predicted, one in zip(expected, own, strict=True)
                 if one.measure == "perplexity" and low <= predicted <= high
             ]
-        within = max(1.0, sorted(ratios)[math.ceil(COVERED * len(ratios)) - 1]) if ratios else 1.0
+        least = 1.0 if len(ratios) >= _MIN_RATIOS else _UNKNOWN_WITHIN
+        within = max(least, sorted(ratios)[math.ceil(COVERED * len(ratios)) - 1]) if ratios else least
         margin = _OTHER_TEXTS * within
         return cls(fits=fits, rms=math.sqrt(squares / max(1, len(samples))), margin=margin)
 

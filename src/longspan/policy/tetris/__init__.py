@@ -229,10 +229,10 @@ def sp_times(facts: Facts, exchanges: Collection[Exchange], given: str, num_inst
 def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, PrefillTime]:
     """Fit times for every measured number of instances, by the quickest of these exchanges. Empty without a profile.
 
-    If none of these exchanges was measured for a number of instances, the quickest measured exchange counts.
+    If none of these exchanges was measured for a number of instances, the quickest measured exact exchange counts.
     """
     profile = nearest_times(facts)
-    prefills = () if profile is None else profile.prefills
+    prefills = () if profile is None else [x for x in profile.prefills if not x.kind[1].is_sparse_form]
     quickest: dict[tuple[int, bool], dict[tuple[int, int], float]] = defaultdict(dict)
     for prefill in prefills:
         seconds = quickest[prefill.members, exchange_named(prefill.exchange) in exchanges]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from longspan.attn.gather_hidden import AttendPiece, GatherHidden, micro_partitions
+from longspan.attn.gather_hidden import AttendPiece, GatherHidden, micro_partitions, pieces_of
 from longspan.runtime.batch import Channel
 from longspan.runtime.layerwise.layers import StepContext
 
@@ -19,7 +19,7 @@ class HiddenLayers:
         self._arguments = {
             channel.number: [
                 context.arguments(channel, range(len(channel.members)), all_q_runs=piece)
-                for piece in micro_partitions(channel.parts, channel.exchange.hidden_pieces)
+                for piece in micro_partitions(channel.parts, pieces_of(channel.exchange))
             ]
             for channel in channels
         }
@@ -44,7 +44,7 @@ class HiddenLayers:
         return own
 
     def _gather_hidden(self, layer: int, channel: Channel) -> GatherHidden:
-        context, num_pieces = self._context, channel.exchange.hidden_pieces
+        context, num_pieces = self._context, pieces_of(channel.exchange)
         group, kv = context.comm.channel(layer, channel), context.pool.layer(layer)
         return GatherHidden(group, channel.parts, kv, context.model.specs[layer], num_pieces=num_pieces)
 

@@ -63,7 +63,8 @@ class HookedAttention:
         if (index, size) not in self._shares:
             weights = all_weights(self._module).items()
             cut = {name: shard.cut(f"layers.{self._layer}.{NAME}.{name}", weight) for name, weight in weights}
-            self._shares[index, size] = cut
+            own = dict(self._module.named_parameters())  # a view of a dequantised weight would keep all of it
+            self._shares[index, size] = {name: part if name in own else part.clone() for name, part in cut.items()}
         spec = shard.local_specs[self._layer]
         return self.compute_with(self._shares[index, size], spec, hidden, arguments, attend)
 
