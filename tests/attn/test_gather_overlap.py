@@ -86,9 +86,18 @@ class WatchedBackend(TorchCpu):
 
 
 @pytest.mark.parametrize(
-    ("size", "layout"), [(2, "zigzag"), (2, "contiguous"), (2, "striped"), (3, "zigzag"), (4, "striped")]
+    ("hosts", "layout"),
+    [
+        ((0, 0), "zigzag"),
+        ((0, 0), "contiguous"),
+        ((0, 1), "striped"),
+        ((0, 0, 0), "zigzag"),
+        ((0, 0, 0, 0), "striped"),
+        ((0, 0, 1, 1), "striped"),
+    ],
 )
-def test_messages_of_a_micro_partition_overlap_the_attention_of_another(size: int, layout: Layout) -> None:
+def test_messages_of_a_micro_partition_overlap_the_attention_of_another(hosts: tuple[int, ...], layout: Layout) -> None:
+    size = len(hosts)
     runs = shard_span(layout, 0, 24 * PIECES, size, align=4)
     request = Request(q_runs=runs, kv_runs=runs, seed=0)
     kinds = ("begun", "gathered", "summed")
@@ -107,7 +116,7 @@ def test_messages_of_a_micro_partition_overlap_the_attention_of_another(size: in
             return tokens(rank, number) < 24
 
         held = HeldTransport(transport, rank, size, events)
-        group = Group(held, range(size), rank, tags=range(hidden_hops(size)))
+        group = Group(held, range(size), rank, tags=range(hidden_hops(size)), hosts=hosts)
         call = member_call(EXCHANGES[NAME], group, [request], SPEC)
         watched = MemberParts([*call.parts], WatchedBackend(rank, events, is_received))
         return attend(replace(call, parts=watched))

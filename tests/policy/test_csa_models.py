@@ -182,3 +182,16 @@ def test_lengths_outside_the_table_are_refused() -> None:
         table.choices(1000, invented)
     assert least_loss(table.choices(50000, invented), 1e-9) is None
     assert least_ttft(table.choices(50000, lambda *_: 1.0), 0.5) is None
+
+
+def test_a_fit_to_few_prompts_has_no_smaller_margin_than_a_fit_to_many() -> None:
+    def fit(number: int) -> LossModel:
+        samples = [
+            LossSample(num_tokens=1000, mean_drop=(ratio,), mode="kv", loss=4 * ratio, measure="perplexity")
+            for ratio in (0.1 + 0.5 * place / number for place in range(number))
+        ]
+        return LossModel.fit(samples)
+
+    margins = [fit(number).margin for number in (4, 10, 19, 20, 60)]
+    assert margins == sorted(margins, reverse=True) and margins[0] > margins[-1]
+    assert LossModel.fit([LossSample(num_tokens=1000, mean_drop=(0.1,), mode="kv", loss=0.1)]).margin == margins[0]

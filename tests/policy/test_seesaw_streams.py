@@ -86,6 +86,27 @@ def test_a_prompt_shared_by_a_group_is_copied_by_each_member() -> None:
     assert request.output == cluster.expected_output(request)
 
 
+def test_a_shutdown_waits_for_the_copies_of_steps() -> None:
+    cluster = cluster_of("pp2", "tp2", max_num_batched_tokens=24)
+    requests = add(cluster)
+    run_until(cluster, lambda: is_streaming(cluster))
+    for request in requests:
+        cluster.engine.finish(request, "abort")
+    assert cluster.engine.settle(100.0)
+
+
+def test_a_prompt_does_not_wait_for_a_prefix_that_a_step_computes() -> None:
+    cluster = cluster_of("2", "2xtp2", max_num_batched_tokens=200)
+    first = cluster.add([9] * 150, max_tokens=2)
+    cluster.engine.emit()
+    assert first.num_scheduled == 150 and is_streaming(cluster)
+    second = cluster.add([9] * 100 + [7] * 20, max_tokens=2)
+    cluster.engine.emit()
+    assert second.num_scheduled == 120 and not second.num_computed
+    cluster.run()
+    assert second.output == cluster.expected_output(second)
+
+
 def test_the_decode_phase_copies_nothing_in_its_steps() -> None:
     cluster = cluster_of("pp2", "tp2", host_blocks=(12,))
     add(cluster)

@@ -18,7 +18,7 @@ from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
-from longspan.core.exchange import RING_KV, RING_Q
+from longspan.core.exchange import ALLTOALL, RING_KV, RING_Q
 from longspan.core.locations import Location
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
@@ -334,13 +334,14 @@ def test_measured_times_are_those_of_the_quickest_exchange() -> None:
     profile = facts.profile
     for new in (100, 1000):
         slower = Prefill(members=2, exchange="ring_q", new_tokens=new, cached_tokens=0, seconds=(new * 4e-4,))
-        profile = profile.with_measured(slower)
+        sparse = Prefill(members=2, exchange="alltoall_sparse", new_tokens=new, cached_tokens=0, seconds=(new * 1e-6,))
+        profile = profile.with_measured(slower).with_measured(sparse)
     facts = Facts(profile=profile)
     seconds = {
         exchanges: measured_times(facts, exchanges)[2].seconds(1000)
-        for exchanges in ((RING_KV, RING_Q), (RING_Q,), (RING_KV,))
+        for exchanges in ((RING_KV, RING_Q), (RING_Q,), (RING_KV,), (ALLTOALL,))
     }
-    assert list(seconds.values()) == pytest.approx([0.27, 0.4, 0.27])
+    assert list(seconds.values()) == pytest.approx([0.27, 0.4, 0.27, 0.27]), "prompts with drops count for none"
     assert measured_times(Facts(), ["ring_kv"]) == {}
 
 

@@ -31,7 +31,7 @@ def test_the_expected_ttft_is_that_of_the_profile_without_cached_tokens(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: str, policy: str
 ) -> None:
     monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
-    measure(tiny, tp=1, token_s=TOKEN_S, decode_s=0.01, exchanges=("ring_kv",))
+    measure(tiny, tp=1, token_s=TOKEN_S, decode_s=0.01, exchanges=("ring_kv", "alltoall_sparse"))
     with thread_server(args(tiny, parallel=parallel, policy=policy)) as server:
         seconds = expected_s(server, PROMPT)
         alone_s = TOKEN_S * len(PROMPT) / (2 if policy == "context" else 1)

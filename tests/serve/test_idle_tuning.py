@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 from fake_llm import run
 
@@ -22,7 +23,7 @@ from longspan.policy.registry import make_policy
 from longspan.policy.runahead import Runahead
 from longspan.profiling import idle
 from longspan.profiling.idle import IdleTuner, tuner_of
-from longspan.profiling.store import load_partitions
+from longspan.profiling.store import load_partitions, save_partitions
 from longspan.sim.executor import SimExecutor, StepTiming, VirtualClock
 from longspan.sim.experiment import Experiment
 from longspan.sim.spec import ClusterSpec
@@ -122,7 +123,22 @@ def test_partitions_are_stored_and_only_missing_lengths_are_measured(caplog: pyt
     with caplog.at_level("INFO", "longspan"):
         assert tune(again, again.tuner(4096)) == 0
         assert tune(again, again.tuner(16_384)) > 0
-    assert "these tokens: no further length" in caplog.text and "these tokens: 4096, 8192, 16383" in caplog.text
+    assert "these tokens: no further length" in caplog.text
+    assert "these tokens: 1024, 4096, 8192, 16383" in caplog.text, "the first length gives the times of the others"
+
+
+def test_a_length_far_above_the_known_ones_is_not_tried_if_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(Ranks(), Ranks().tuner(2048))
+    ranks = Ranks()
+    tune(ranks, ranks.tuner(2048))
+    table = load_partitions(KEY, 256)
+    for length in (4096, 8192):
+        table = table.with_entry(msgspec.structs.replace(table.partitions[0], length=length))
+    save_partitions(KEY, 256, table)
+    monkeypatch.setattr(idle, "_MAX_PROMPT_S", 3 * Ranks().ttft_s(2048))
+    other = Ranks()
+    tune(other, other.tuner())
+    assert max(map(sum, other.pieces)) == 1024
 
 
 def test_a_request_stops_the_prompt_and_waits_for_no_more_than_its_step(caplog: pytest.LogCaptureFixture) -> None:

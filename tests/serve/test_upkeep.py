@@ -10,7 +10,9 @@ import pytest
 
 from longspan.core.cluster import Cluster
 from longspan.cost.profile_key import ProfileKey
+from longspan.model.files import ModelError
 from longspan.policy.facts import Facts
+from longspan.policy.runahead import Runahead
 from longspan.policy.traffic import Traffic
 from longspan.profiling.store import load_traffic, profile_file
 from longspan.serve.upkeep import Upkeep
@@ -73,6 +75,73 @@ def test_a_record_that_was_loaded_is_not_saved_again(cache: Path) -> None:
     file.unlink()
     later.upkeep().keep_traffic()
     assert later.setup.facts.traffic == FIRST and not file.exists()
+
+
+class Tuner:
+    """In place of an `IdleTuner`, whose prompts run until `stop`."""
+
+    def __init__(self, cuts: object, error: ModelError | None = None) -> None:
+        self.cuts, self.error, self.is_timing = cuts, error, False
+
+    def begin(self, now_s: float) -> bool:
+        if self.error is not None:
+            raise self.error
+        self.is_timing = True
+        return True
+
+    def stop(self, now_s: float) -> None:
+        self.is_timing = False
+
+
+def tuning(
+    monkeypatch: pytest.MonkeyPatch, error: ModelError | None = None, at_start: ModelError | None = None
+) -> Upkeep:
+    policy = object.__new__(Runahead)
+    policy.cuts = cast(Any, SimpleNamespace(is_tunable=True))
+
+    def tuner_of(*_: object) -> Tuner:
+        if at_start is not None:
+            raise at_start
+        return Tuner(policy.cuts, error)
+
+    monkeypatch.setattr("longspan.profiling.idle.tuner_of", tuner_of)
+    served = Served(Cluster.of("2"))
+    served.setup.policy = policy
+    service = SimpleNamespace(setup=served.setup, engine=None, max_model_len=64, info=SimpleNamespace(vocab_size=9))
+    return Upkeep(cast(Any, service), tune_idle=True)
+
+
+@pytest.mark.parametrize("kind", ["error", "at_start"])
+def test_partitions_that_cannot_be_read_or_saved_end_tuning_and_no_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    upkeep = tuning(monkeypatch, **{kind: ModelError("no space is left")})
+    assert not upkeep.tune() and not upkeep.tune()
+    assert caplog.messages == ["partitions are not measured any more: no space is left"]
+
+
+def test_the_loss_of_a_worker_during_a_timed_prompt_ends_tuning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    upkeep = tuning(monkeypatch)
+    assert upkeep.tune()
+    upkeep.stop_tuning()
+    upkeep.stop_tuning(worker_lost=True)
+    assert upkeep.tune(), "no prompt ran when the worker was lost"
+    upkeep.stop_tuning(worker_lost=True)
+    assert not upkeep.tune() and "a worker was lost during a prompt" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", '{"profile_key": 1}', SECOND.to_json().replace("1:0.3", "0:0.3"), SECOND.to_json().replace("1:0.3", "x")],
+)
+def test_an_invalid_record_is_named_and_not_used(cache: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
+    Served(Cluster.of("2"), FIRST).upkeep().keep_traffic()
+    [file] = cache.rglob("*.traffic-of-2.json")
+    file.write_text(text)
+    assert load_traffic(KEY, "2") is None
+    assert str(file) in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_stops_no_server(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
