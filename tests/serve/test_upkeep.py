@@ -83,13 +83,13 @@ class Tuner:
     def __init__(self, cuts: object, error: ModelError | None = None) -> None:
         self.cuts, self.error, self.is_timing = cuts, error, False
 
-    def begin(self, now_s: float) -> bool:
+    def begin(self, _: float) -> bool:
         if self.error is not None:
             raise self.error
         self.is_timing = True
         return True
 
-    def stop(self, now_s: float) -> None:
+    def stop(self, _: float) -> None:
         self.is_timing = False
 
 
@@ -133,8 +133,7 @@ def test_the_loss_of_a_worker_during_a_timed_prompt_ends_tuning(
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["{", '{"profile_key": 1}', SECOND.to_json().replace("1:0.3", "0:0.3"), SECOND.to_json().replace("1:0.3", "x")],
+    "text", ["{", '{"profile_key": 1}', *(SECOND.to_json().replace("1:0.3", x) for x in ("0:0.3", "x"))]
 )
 def test_an_invalid_record_is_named_and_not_used(cache: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
     Served(Cluster.of("2"), FIRST).upkeep().keep_traffic()
