@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import msgspec
 import pytest
 from fake_llm import run
 
@@ -128,13 +127,8 @@ def test_partitions_are_stored_and_only_missing_lengths_are_measured(caplog: pyt
 
 
 def test_a_length_far_above_the_known_ones_is_not_tried_if_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(Ranks(), Ranks().tuner(2048))
-    ranks = Ranks()
-    tune(ranks, ranks.tuner(2048))
-    table = load_partitions(KEY, 256)
-    for length in (4096, 8192):
-        table = table.with_entry(msgspec.structs.replace(table.partitions[0], length=length))
-    save_partitions(KEY, 256, table)
+    known = [Entry(model="llama-3-8b", members=2, length=n, fractions=(0.5, 0.5)) for n in (1024, 2048, 4096, 8192)]
+    save_partitions(KEY, 256, PartitionTable(tuple(known)))
     monkeypatch.setattr(idle, "_MAX_PROMPT_S", 3 * Ranks().ttft_s(2048))
     other = Ranks()
     tune(other, other.tuner())

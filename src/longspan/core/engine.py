@@ -107,7 +107,6 @@ class Engine:
 
     @property
     def transitions(self) -> list[Transition]:
-        """The changes of clusters so far."""
         return [] if self._regrouping is None else self._regrouping.transitions
 
     @property
@@ -215,8 +214,6 @@ class Engine:
             for request in bounded(self._queues.unfinished, self.config.longest(change.policy)):
                 self.finish(request, "error")
         self._regroup().resumed(self._clock.now())
-
-    # ---------------------------------------------------------------- the loop
 
     def step(self, timeout_s: float | None = None) -> list[Request]:
         """Emit the steps that the policy plans, and take the next completion.

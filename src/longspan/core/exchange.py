@@ -95,7 +95,6 @@ class Exchange(NamedTuple):
 
     @property
     def has_sparse_form(self) -> bool:
-        """Whether prompts have a sparse form."""
         return self.kind in _SPARSE_FORMS and not _TRAITS[_SPARSE_FORMS[self.kind]].decodes
 
     def sparse_form(self, setting: SparseSetting) -> Exchange:
