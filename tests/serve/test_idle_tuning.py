@@ -123,7 +123,7 @@ def test_partitions_are_stored_and_only_missing_lengths_are_measured(caplog: pyt
         assert tune(again, again.tuner(4096)) == 0
         assert tune(again, again.tuner(16_384)) > 0
     assert "these tokens: no further length" in caplog.text
-    assert "these tokens: 1024, 4096, 8192, 16383" in caplog.text, "the first length gives the times of the others"
+    assert "these tokens: 1024, 4096, 8192, 16383" in caplog.text, "the first length bounds the next times"
 
 
 def test_a_length_far_above_the_known_ones_is_not_tried_if_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
