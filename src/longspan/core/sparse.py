@@ -36,7 +36,7 @@ class SparseSetting(NamedTuple):
         micro_partitions: by level from 2 on, the number of pieces of sent tokens and results. Empty: one piece each.
         samples: number of queries of each member that rate keys.
         rate_by: the attention that rates keys.
-        drop_in_decode: the output reads what the last partition of the prompt reads.
+        drop_in_decode: the output reads the same keys as the last partition of the prompt.
     """
 
     partition: int

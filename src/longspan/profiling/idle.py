@@ -200,10 +200,10 @@ def tuner_of(
 
     def save(entry: Entry) -> None:
         cuts.add(entry)
-        latest = load_partitions(profile_key, block_size)  # others may have saved some meanwhile
+        latest = load_partitions(profile_key, block_size)  # other processes may have saved some
         save_partitions(profile_key, block_size, latest.with_entry(entry))
 
     missing = [length for length in lengths if length not in known]
     if missing and missing[0] != lengths[0]:
-        missing.insert(0, lengths[0])  # its time bounds the times of the others
+        missing.insert(0, lengths[0])  # its time bounds the next times
     return IdleTuner(engine, cuts, missing, link_class=link_class, vocab_size=vocab_size, save=save)
