@@ -68,6 +68,8 @@ _Z = statistics.NormalDist().inv_cdf(0.975)
 class Scored(msgspec.Struct, frozen=True, kw_only=True):
     """A text on a group. `num_tokens` is the length of the window, and `nll` its mean negative log-likelihood."""
 
+    model: str
+    csa: str
     text: str
     group: str
     num_tokens: int
@@ -89,7 +91,10 @@ def main() -> int:
     args = parser.parse_args()
     rows: list[Scored] = []
     if args.json is not None and args.json.exists():
-        rows = msgspec.json.decode(args.json.read_bytes(), type=list[Scored])
+        stored = msgspec.json.decode(args.json.read_bytes(), type=list[Scored])
+        rows = [
+            row for row in stored if (row.model, row.csa) == (args.model, args.csa) and row.text in TEXTS[args.texts]
+        ]
     for group, (parallel, hosts) in GROUPS.items():
         missing = [
             package for package in TEXTS[args.texts] if (package, group) not in {(row.text, row.group) for row in rows}
@@ -114,7 +119,7 @@ def _scored(args: argparse.Namespace, group: str, parallel: str, packages: Seque
             [output] = llm.generate([prompt], evals.perplexity_params(num_top=1), use_tqdm=False)
             nll = statistics.fmean(evals.scored(length, output).negative_log_likelihoods())
             saved = llm.sparse_savings(output)
-            row = Scored(text=package, group=group, num_tokens=length, nll=nll)
+            row = Scored(model=args.model, csa=args.csa, text=package, group=group, num_tokens=length, nll=nll)
             if saved is not None:
                 row = msgspec.structs.replace(
                     row,
