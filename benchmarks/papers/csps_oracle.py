@@ -47,7 +47,7 @@ def main() -> None:
         subprocess.run(command, check=True)
         cases = json.loads(found.read_text(encoding="utf-8"))
     ratios = [round(case["time_ratio"], 5) for case in cases if case["time_ratio"] is not None]
-    _STORED.write_text(json.dumps(Oracle(code=code_version(), time_ratios=ratios)) + "\n", encoding="utf-8")
+    _STORED.write_text(json.dumps(Oracle(code=code_version(__file__), time_ratios=ratios)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

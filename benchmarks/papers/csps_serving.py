@@ -248,7 +248,7 @@ def study(model: str, data_set: DataSet) -> Case:
         tuned=tuned,
         alone=alone,
         served=served,
-        code=code_version(),
+        code=code_version(__file__),
     )
 
 
@@ -320,7 +320,7 @@ def run(args: argparse.Namespace) -> list[Case]:
     requested = list(product(args.models, DATA_SETS))
     for model, data_set in tqdm(requested, desc="cases", disable=None):
         before = found.get((model, data_set.name))
-        if before is not None and before.code == code_version():
+        if before is not None and before.code == code_version(__file__):
             continue
         found[model, data_set.name] = study(model, data_set)
         if path is not None:

@@ -31,18 +31,19 @@ COMMANDS = {
 def outdated() -> dict[str, str]:
     """Return by name the number of cases that this version of the code has not simulated, if there are any."""
     versions = {
-        "CSPS, oracle": [csps_oracle.stored()["code"]],
-        "CSPS": [case.code for case in csps_serving.stored()],
-        "Seesaw": [point.code for point in seesaw_serving.stored()],
-        "Tetris": [study.code for study in tetris_serving.stored_studies()],
+        "CSPS, oracle": (csps_oracle, [csps_oracle.stored()["code"]]),
+        "CSPS": (csps_serving, [case.code for case in csps_serving.stored()]),
+        "Seesaw": (seesaw_serving, [point.code for point in seesaw_serving.stored()]),
+        "Tetris": (tetris_serving, [study.code for study in tetris_serving.stored_studies()]),
     }
+    current = {name: codes.count(code_version(script.__file__)) for name, (script, codes) in versions.items()}
     expected = {
         "CSPS, oracle": 1,
         "CSPS": len(csps_serving.MODELS) * len(csps_serving.DATA_SETS),
         "Seesaw": len(seesaw_serving.cases(seesaw_serving.FIGURES, seesaw_serving.ARXIV)),
         "Tetris": len(tetris_serving.SETUPS) * len(tetris_serving.WORKLOADS),
     }
-    missing = {name: number - versions[name].count(code_version()) for name, number in expected.items()}
+    missing = {name: number - current[name] for name, number in expected.items()}
     return {name: f"{number} of {expected[name]}" for name, number in missing.items() if number}
 
 

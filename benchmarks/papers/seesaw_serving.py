@@ -284,7 +284,7 @@ def point(case: Case, static: Mapping[str, Rate] | None = None) -> Point:
         rates = {pair: run_pair(_FIRST_TOKENS) for pair, run_pair in runs.items()}
         best = max(rates, key=rates.__getitem__)
         pairs = {pair: _climb(run_pair, rates[pair], tuned=pair == best) for pair, run_pair in runs.items()}
-    return Point(figure=case.figure, name=case.name, static=static, pairs=pairs, code=code_version())
+    return Point(figure=case.figure, name=case.name, static=static, pairs=pairs, code=code_version(__file__))
 
 
 def best_static(machine: Machine, requests: Workload) -> dict[str, Rate]:
@@ -370,7 +370,7 @@ def run(args: argparse.Namespace) -> list[Point]:
     requested = cases(args.figures, args.arxiv)
     for case in tqdm(requested, desc="points", disable=None):
         key, before = (case.figure, case.name), points.get((case.figure, case.name))
-        if before is not None and before.code == code_version():
+        if before is not None and before.code == code_version(__file__):
             continue
         points[key] = point(case)
         show(points[key])

@@ -12,12 +12,20 @@ HERE = Path(__file__).parent
 _PACKAGE = HERE.parents[1] / "src" / "longspan"
 _SIMULATED = ("core", "cost", "policy", "sim", "workload")
 """Packages that decide the results of simulations and estimates."""
+_MODULES = ("simulation.py", "pool_sizes.py", "csa_file.py", "runtime/block_records.py")
+"""Modules of other packages that do so, too."""
 
 
 @cache
-def code_version() -> str:
-    """Return a hash of the code and the data that simulations run, without comments and docstrings."""
+def code_version(script: str = "") -> str:
+    """Return a hash of the code and the data that simulations run, without comments and docstrings.
+
+    Args:
+        script: the file of this folder that sets the simulations up, as `__file__`. Empty for estimates.
+    """
     files = sorted(path for name in _SIMULATED for path in (_PACKAGE / name).rglob("*") if path.is_file())
+    files += [_PACKAGE / name for name in _MODULES]
+    files += [Path(script)] if script else []
     return hash_of(path for path in files if path.suffix in {".py", ".toml", ".json"})
 
 

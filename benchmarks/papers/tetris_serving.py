@@ -221,7 +221,7 @@ def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ..
         num_requests=num_requests,
         light_s=light_s,
         table=table,
-        code=code_version(),
+        code=code_version(__file__),
     )
     for name, experiment in systems.experiments.items():
         results.max_rates[name] = _max_rate(experiment, systems.answers(name), light_s)
@@ -335,7 +335,7 @@ def run(args: argparse.Namespace) -> list[Study]:
 
 
 def _is_current(study: Study | None, num_requests: int) -> bool:
-    return study is not None and (study.code, study.num_requests) == (code_version(), num_requests)
+    return study is not None and (study.code, study.num_requests) == (code_version(__file__), num_requests)
 
 
 def _store(path: Path, studies: Sequence[Study]) -> None:

@@ -109,7 +109,7 @@ def test_stored_cases_are_not_simulated_again_unless_code_changes(
         if len(simulated) == 3:
             raise KeyboardInterrupt
         simulated.append(f"{model} {data_set.name}")
-        return replace(one, model=model, data_set=data_set.name, code=csps_serving.code_version())
+        return replace(one, model=model, data_set=data_set.name, code=csps_serving.code_version(csps_serving.__file__))
 
     args = SimpleNamespace(json=path, models=[*csps_serving.MODELS])
     monkeypatch.setattr(csps_serving, "study", study)
@@ -120,7 +120,7 @@ def test_stored_cases_are_not_simulated_again_unless_code_changes(
     assert len(csps_serving.run(args)) == 4 and len(simulated) == 1
     simulated.clear()
     assert len(csps_serving.run(args)) == 4 and not simulated
-    monkeypatch.setattr(csps_serving, "code_version", lambda: "other code")
+    monkeypatch.setattr(csps_serving, "code_version", lambda _: "other code")
     with pytest.raises(KeyboardInterrupt):
         csps_serving.run(args)
     assert len(csps_serving.stored(path)) == 4, "the fourth case is still the one of the earlier code"
@@ -134,14 +134,14 @@ def test_points_of_seesaw_are_not_simulated_again_unless_code_changes(
     def point(case: seesaw_serving.Case) -> seesaw_serving.Point:
         simulated.append(case.name)
         rate = seesaw_serving.Rate(pass_tokens=256, requests_per_s=1.0)
-        code = seesaw_serving.code_version()
+        code = seesaw_serving.code_version(seesaw_serving.__file__)
         return seesaw_serving.Point(figure=13, name=case.name, static={"tp8": rate}, pairs={"a": rate}, code=code)
 
     args = SimpleNamespace(json=tmp_path / "points.json", figures=(13,), arxiv=seesaw_serving.ARXIV)
     monkeypatch.setattr(seesaw_serving, "point", point)
     assert len(seesaw_serving.run(args)) == len(simulated) == 6
     assert len(seesaw_serving.run(args)) == len(simulated) == 6
-    monkeypatch.setattr(seesaw_serving, "code_version", lambda: "other code")
+    monkeypatch.setattr(seesaw_serving, "code_version", lambda _: "other code")
     seesaw_serving.run(args)
     assert len(simulated) == 12
 
@@ -158,7 +158,7 @@ def test_a_study_of_tetris_replaces_the_numbers_of_its_workload_only(tmp_path: P
         num_requests=1000,
         light_s=1.0,
         table="",
-        code=tetris_serving.code_version(),
+        code=tetris_serving.code_version(tetris_serving.__file__),
         max_rates=systems,
         at_limit=dict.fromkeys(systems, at_limit),
         fixed_rates={0.3: {0.1: (1.0, 1.0)}},
@@ -176,7 +176,7 @@ def test_a_study_of_tetris_replaces_the_numbers_of_its_workload_only(tmp_path: P
 def test_outdated_runs_are_printed_with_their_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runs, "code_version", lambda: "other code")
+    monkeypatch.setattr(runs, "code_version", lambda _: "other code")
     runs.print_outdated()
     printed = capsys.readouterr().out
     for name, command in runs.COMMANDS.items():
@@ -199,3 +199,14 @@ def test_nothing_is_computed_again_if_nothing_has_changed(
     assert claims.main(again=True) and len(computed) == 1
     monkeypatch.setattr(claims, "inputs", lambda: "changed")
     assert claims.main() and computed[1] == "changed"
+
+
+def test_the_version_of_a_run_knows_its_script_and_every_module_that_it_simulates(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("RATE = 1\n")
+    first = stored_runs.code_version.__wrapped__(str(script))
+    script.write_text('"""Words."""\nRATE = 1  # words\n')
+    assert stored_runs.code_version.__wrapped__(str(script)) == first, "words decide nothing"
+    script.write_text("RATE = 2\n")
+    assert stored_runs.code_version.__wrapped__(str(script)) != first
+    assert first != stored_runs.code_version.__wrapped__()

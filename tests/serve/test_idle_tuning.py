@@ -188,6 +188,18 @@ def test_no_cached_block_is_evicted_and_no_block_is_added_to_the_cache() -> None
     assert again.metrics.num_cached_tokens > 7000
 
 
+def test_a_full_cache_is_said_once_and_longer_prompts_than_a_pool_are_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = Ranks(num_blocks=20)
+    ranks.ttft_s(5000)
+    with caplog.at_level("INFO", "longspan"):
+        tuner = ranks.tuner()
+        assert not tuner.begin(LATER_S) and not tuner.begin(LATER_S)
+    assert "these tokens: 1024, 2048, 4096" in caplog.messages[0]
+    assert caplog.messages[1:] == ["partitions of 1024 tokens are not measured while cached KV leaves too few blocks"]
+
+
 def test_prompts_that_take_too_long_are_not_measured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

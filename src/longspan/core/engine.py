@@ -29,9 +29,10 @@ class Engine:
     """Emits the steps that the policy plans. One thread drives it through `step`.
 
     Attributes:
-        counts: preemptions, prefix hits and bytes sent so far.
+        counts, transitions: preemptions, prefix hits and bytes sent, and changes of clusters, so far.
         kv: all KV blocks, and the moves between them.
         watch: checks the account of KV blocks when the engine is idle.
+        regrouping: the state of changes of clusters. None before the first one.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Engine:
         self.kv = KvManager(config, self._queues, self._ranks.number, saved=saved, seal_disks=seal_disks)
         self._lifecycle = Lifecycle(config, self._queues, self.kv, self._ranks, clock)
         self.counts: Counts = self._lifecycle.counts
-        self._regrouping: Regrouping | None = None  # None before the first change of clusters
+        self.regrouping: Regrouping | None = None
         self.set_policy(policy)
 
     # ---------------------------------------------------------------- requests
@@ -74,7 +75,7 @@ class Engine:
     def _target(self) -> tuple[Policy, EngineConfig]:
         """Return the policy and the configuration for new requests, see `Regrouping.target`."""
         present = self._policy, self.config
-        return present if self._regrouping is None else self._regrouping.target(*present)
+        return present if self.regrouping is None else self.regrouping.target(*present)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request from outside: a stop string, or a client that is gone. It is dropped when no step names it.
@@ -103,16 +104,16 @@ class Engine:
     @property
     def is_regrouping(self) -> bool:
         """Whether a change of clusters was asked for and is not complete."""
-        return self._regrouping is not None and self._regrouping.state != "running"
+        return self.regrouping is not None and self.regrouping.state != "running"
 
     @property
     def transitions(self) -> list[Transition]:
-        return [] if self._regrouping is None else self._regrouping.transitions
+        return [] if self.regrouping is None else self.regrouping.transitions
 
     @property
     def phase(self) -> str:
         """The phase of an engine with phases: prefill, decode or transition. Empty without phases."""
-        is_fixed = self._regrouping is None and not self.config.phases
+        is_fixed = self.regrouping is None and not self.config.phases
         return "" if is_fixed else self._regroup().phase(self.config)
 
     @property
@@ -121,7 +122,7 @@ class Engine:
 
     @property
     def _is_settling(self) -> bool:
-        return self.kv.is_copying or (self._regrouping is not None and self._regrouping.state == "switching")
+        return self.kv.is_copying or (self.regrouping is not None and self.regrouping.state == "switching")
 
     def observe(self, observer: Observer | None) -> None:
         self._ranks.observer = observer
@@ -174,11 +175,11 @@ class Engine:
 
     def _regroup(self) -> Regrouping:
         """Return the state of changes of clusters, made at the first call."""
-        if self._regrouping is None:
+        if self.regrouping is None:
             from longspan.core.regrouping import Regrouping  # noqa: PLC0415 - most clusters stay
 
-            self._regrouping = Regrouping()
-        return self._regrouping
+            self.regrouping = Regrouping()
+        return self.regrouping
 
     def restart(self, executor: Executor, change: Change | None = None) -> None:
         """Replace lost workers. The new ones have the places of `change`, with a policy, or those before the loss.
@@ -215,6 +216,8 @@ class Engine:
                 self.finish(request, "error")
         self._regroup().resumed(self._clock.now())
 
+    # ---------------------------------------------------------------- the loop
+
     def step(self, timeout_s: float | None = None) -> list[Request]:
         """Emit the steps that the policy plans, and take the next completion.
 
@@ -227,6 +230,9 @@ class Engine:
         if not (self._queues.steps or self._is_moving):
             assert not self._queues.requests, "the policy leaves requests waiting on an idle cluster"
             return []
+        return self._take(timeout_s)
+
+    def _take(self, timeout_s: float | None) -> list[Request]:
         if not self.has_ready:
             self._poll(timeout_s)
         return self._lifecycle.complete(*self._queues.steps.take()) if self.has_ready else []
@@ -235,17 +241,14 @@ class Engine:
         """Wait until copies between tiers and changes of places are complete, without a step. Return whether so."""
         until_s = self._clock.now() + timeout_s
         while self._is_settling and (left_s := until_s - self._clock.now()) > 0:
-            if self.has_ready:  # the end of a step ends its copies to hosts
-                self._lifecycle.complete(*self._queues.steps.take())
-            else:
-                self._poll(left_s)
+            self._take(left_s)  # the end of a step ends its copies to hosts
         return not self._is_settling
 
     def _poll(self, timeout_s: float | None) -> None:
         """Take completions: of a move at once, of a Forward in the order of steps."""
         for done in self._ranks.poll(timeout_s):
             self.counts.bytes_sent.update(done.bytes_sent)
-            regrouping = self._regrouping
+            regrouping = self.regrouping
             if regrouping is not None and (change := regrouping.complete(done, self._clock.now())) is not None:
                 self._resume(change)
             elif (moves := self.kv.moved(done)) is None:
@@ -266,14 +269,11 @@ class Engine:
                 continue
             if self._queues.steps or self._is_moving or not self._lifecycle.break_deadlock():
                 return
-        if self._regrouping is not None and self._regrouping.state == "draining":
+        if self.regrouping is not None and self.regrouping.state == "draining":
             self._drain()
 
     def _plan(self) -> Plan:
-        """Return the policy's plan, after its preemptions. After a plan that only preempts, plan again.
-
-        Also plan again while in-flight copies pin the blocks of preempted requests.
-        """
+        """Return the plan after its preemptions. Plan again if it only preempts, or if copies pin their blocks."""
         queues = self._queues
         while True:
             self._lifecycle.free_for_decodes()

@@ -57,10 +57,12 @@ class Regrouping:
     Attributes:
         state: steps are planned while it is `running`.
         transitions: the completed changes. A restart is none.
+        swap_s, reshard_s: their seconds without computation, while KV left the devices and while ranks regrouped.
     """
 
     def __init__(self) -> None:
         self.transitions: list[Transition] = []
+        self.swap_s = self.reshard_s = 0.0
         self.state: State = "running"
         self._change: Change | None = None
         self._next: Change | None = None
@@ -117,16 +119,17 @@ class Regrouping:
         from longspan.core.transitions import Transition  # noqa: PLC0415 - most clusters stay
 
         self.state = "resuming"
-        self.transitions.append(
-            Transition(
-                cluster=self._change.cluster,
-                asked_s=self._asked_s,
-                idle_s=self._idle_s,
-                begun_s=self._begun_s,
-                ended_s=now_s,
-                copied_bytes=sum(done.bytes_sent.values()),
-            )
+        transition = Transition(
+            cluster=self._change.cluster,
+            asked_s=self._asked_s,
+            idle_s=self._idle_s,
+            begun_s=self._begun_s,
+            ended_s=now_s,
+            copied_bytes=sum(done.bytes_sent.values()),
         )
+        self.transitions.append(transition)
+        self.swap_s += transition.swap_s
+        self.reshard_s += transition.exposed_s - transition.swap_s
         return self._change
 
     def resumed(self, now_s: float) -> None:

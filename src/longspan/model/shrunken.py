@@ -29,6 +29,7 @@ from longspan.model.files import ModelFiles, one_line
 from longspan.model.info import ModelInfo
 from longspan.model.probe import PROBE, observe
 from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
+from longspan.model.stages import PassThrough
 from longspan.model.store import named_tensors
 
 _log = logging.getLogger("longspan")
@@ -242,8 +243,6 @@ def _empty(
     module.tie_weights()
     layers = decoder_layers(module)
     for number in {*range(len(layers))} - {*kept}:
-        from longspan.model.stages import PassThrough  # noqa: PLC0415 - models with more layers than the copy
-
         layers[number] = PassThrough(layers[number], number, as_tuple=info.layers_return_tuples)
     return module.eval()
 

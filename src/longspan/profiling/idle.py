@@ -73,7 +73,7 @@ class IdleTuner:
         self._times: dict[Partition, list[float]] = {}
         self._request: Request | None = None
         self._partition: Partition = ()
-        self._num_prompts, self._quiet_until_s = 0, 0.0
+        self._num_prompts, self._quiet_until_s, self._is_full = 0, 0.0, False
         self._expected_s = self._longest_s = 0.0
         """Seconds of prompts of the present length: by the length before, and by the slowest partition so far."""
         listed = ", ".join(map(str, lengths)) or "no further length"
@@ -131,7 +131,11 @@ class IdleTuner:
         num_blocks = -(-(length + 1) // engine.config.block_size)
         pools = [engine.kv.account.pool(instance) for instance in engine.config.cluster.prefill]
         if any(pool.num_free - pool.num_cached < num_blocks for pool in pools):
+            if not self._is_full:
+                _log.info("partitions of %d tokens are not measured while cached KV leaves too few blocks", length)
+            self._is_full = True
             return False
+        self._is_full = False
         self._num_prompts += 1
         prompt = random.Random(self._num_prompts).choices(range(self._vocab_size), k=length)
         self.cuts.try_out(self._entry(partition))
@@ -195,7 +199,8 @@ def tuner_of(
     link_class = links_by_size(config.cluster)[members]
     stored = load_partitions(profile_key, block_size)
     known = stored.of_sizes({members: link_class}).lengths(cuts.model, members)
-    sizes = range(members * block_size, members * config.max_num_batched_tokens + 1)
+    room = block_size * min(config.cluster.num_blocks[instance] for instance in config.cluster.prefill)
+    sizes = range(members * block_size, min(members * config.max_num_batched_tokens + 1, room))
     lengths = [length for length in default_lengths(max_model_len) if length in sizes and policy.shares(length)]
 
     def save(entry: Entry) -> None:

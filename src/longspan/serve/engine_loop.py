@@ -446,7 +446,7 @@ def _progress(requests: Iterable[_Served], arrived_before_s: float) -> list[tupl
 
 def stats_of(service: Service, num_restarts: int) -> messages.Stats:
     engine = service.engine
-    load, transitions = engine.load(), engine.transitions
+    load, changes = engine.load(), engine.regrouping
     return messages.Stats(
         num_kv_blocks=sum(engine.config.cluster.num_blocks),
         num_host_blocks=sum(engine.config.cluster.host_blocks),
@@ -457,9 +457,9 @@ def stats_of(service: Service, num_restarts: int) -> messages.Stats:
         num_prefix_queries=engine.counts.num_prefix_queries,
         num_prefix_hits=engine.counts.num_prefix_hits,
         num_kv_violations=engine.watch.num_violations,
-        num_transitions=len(transitions),
-        transition_swap_s=sum(transition.swap_s for transition in transitions),
-        transition_reshard_s=sum(transition.exposed_s - transition.swap_s for transition in transitions),
+        num_transitions=0 if changes is None else len(changes.transitions),
+        transition_swap_s=0.0 if changes is None else changes.swap_s,
+        transition_reshard_s=0.0 if changes is None else changes.reshard_s,
         num_external_queries=engine.counts.num_external_queries,
         num_host_hits=engine.kv.counts.num_hits,
         num_disk_hits=engine.kv.counts.num_disk_hits,

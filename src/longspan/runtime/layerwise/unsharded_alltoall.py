@@ -95,9 +95,8 @@ class UnshardedLayers:
         if source == "host":
             return context.host_weights()
         modules = attention_modules(context.model.module)
-        shares = {layer: all_weights(module) for layer, module in modules.items()}
         shapes, connect = context.model.attention_shapes, partial(context.comm.inside, WEIGHTS)
-        return PeerWeights(shares, context.model.shard, shapes, connect)
+        return PeerWeights(lambda layer: all_weights(modules[layer]), context.model.shard, shapes, connect)
 
     def _start(self, layer: int | None) -> None:
         if layer is not None:
@@ -211,34 +210,38 @@ class HostWeights:
 
 
 class PeerWeights:
-    """Gathers weights from the shares of the instance's ranks. `connect` returns a new group for each layer.
+    """Gathers weights from the shares of the instance's ranks.
 
     All ranks of the instance start and take the same layers in the same order.
+
+    Args:
+        share: returns this rank's share of a layer, which is kept from `start` to `take`.
+        connect: returns a new group for each layer.
     """
 
     def __init__(
         self,
-        shares: Mapping[int, Weights],
+        share: Callable[[int], Weights],
         shard: Shard,
         shapes: Callable[[int], Mapping[str, torch.Size]],
         connect: Callable[[], Group],
     ) -> None:
-        self._shares, self._shard, self._connect = shares, shard, connect
+        self._share, self._shard, self._connect = share, shard, connect
         self._layouts = cache(lambda layer: share_layouts(shard, layer, shapes(layer)))
-        self._pending: dict[int, tuple[Gathering, list[Message]]] = {}
+        self._pending: dict[int, tuple[Gathering, list[Message], Weights]] = {}
 
     def start(self, layer: int) -> None:
         """Start to send this rank's share of a layer, and to receive the other shares."""
-        share, layouts = self._shares[layer], self._layouts(layer)
+        share, layouts = self._share(layer), self._layouts(layer)
         blocks = [empty_share(layout, share) for layout in layouts]
         blocks[self._shard.index] = share_message(layouts[self._shard.index], share)
-        self._pending[layer] = Gathering(self._connect(), blocks), blocks
+        self._pending[layer] = Gathering(self._connect(), blocks), blocks, share
 
     def take(self, layer: int) -> Weights:
         """Wait for the shares of a layer, and return them joined."""
-        gathering, blocks = self._pending.pop(layer)
+        gathering, blocks, share = self._pending.pop(layer)
         gathering.wait()
-        return joined_weights(self._layouts(layer), self._shares[layer], blocks)
+        return joined_weights(self._layouts(layer), share, blocks)
 
 
 Layout = Mapping[str, tuple[int, Sequence[tuple[int, int]]]]
