@@ -14,7 +14,7 @@ from longspan.core.layouts import shard_span
 from longspan.core.runs import Run, chunk_tokens
 from longspan.core.splits import cut_evenly
 from longspan.cost import catalog
-from longspan.cost.architecture import Architecture
+from longspan.cost.architecture import Architecture, ModelShape
 from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, exchanged_bytes, shares_of
 from longspan.cost.forward import Breakdown, Roofline, pipelined_s
 from longspan.cost.memory import USED_MEMORY
@@ -95,7 +95,7 @@ class Drops:
     Attributes:
         levels: 1 is exact attention.
         drop: the mean drop ratio of each level from 2 on, over KV heads and layers that drop.
-        time_share: the seconds of all layers.
+        time_share, bytes_share, products_share: the seconds of all layers, the bytes sent, and the attended pairs.
     """
 
     levels: int
@@ -204,6 +204,11 @@ class PromptShape:
         return Channel(exchange=self.exchange, group=self.group, shares=shares, keys=total * self.batch, decode=False)
 
 
+def attention_flops(shape: ModelShape, pairs: float) -> float:
+    """Return the operations of attention over these pairs of a query and a key, in all layers."""
+    return 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers
+
+
 def estimate_prefill(
     model: Roofline,
     instances: int,
@@ -235,12 +240,8 @@ def estimate_prefill(
         last = _last(_times(model, channel, batch), exchange)
     alone = replace(prompt, exchange=LOCAL, group=(0,)).channel(None)
     alone_s = _times(model, alone, batch)[0].total_s
-    shape = model.layer.model.attention
-    pairs = sum(channel.shares.pairs)
-    flops = (
-        2 * model.layer.model.num_parameters * prompt.new * batch
-        + 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers
-    )
+    products = 2 * model.layer.model.num_parameters * prompt.new * batch
+    flops = products + attention_flops(model.layer.model.attention, sum(channel.shares.pairs))
     return _estimate(
         model,
         channel,
@@ -319,7 +320,7 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
     embedding = 0.0 if layer.model.tied else layer.model.head_weights * shape.bytes_per_element
     keys_bytes = batch * length * shape.kv_bytes * shape.num_layers
     read = (layer.model.weight_bytes - embedding) * instances + keys_bytes / num_groups
-    flops = batch * (2 * layer.model.num_parameters + 4 * length * shape.num_heads * shape.head_dim * shape.num_layers)
+    flops = batch * (2 * layer.model.num_parameters + attention_flops(shape, length))
     bound_s = read / (instances * layer.tp * layer.device.bytes_per_s)
     return _estimate(
         model, channel, phase="decode", breakdown=breakdown, lower_bound_s=bound_s, flops=flops, at_once=channel
