@@ -89,8 +89,9 @@ class Tuner:
         self.is_timing = True
         return True
 
-    def stop(self, _: float) -> None:
-        self.is_timing = False
+    def stop(self, _: float) -> bool:
+        was_timing, self.is_timing = self.is_timing, False
+        return was_timing
 
 
 def tuning(

@@ -99,12 +99,7 @@ def estimate(
 
     No model is run. docs/cost.md describes the formulas and compares their results with measurements of papers.
     """
-    from longspan.cost.estimate import (  # noqa: PLC0415 - no other verb does
-        attention_flops,
-        estimate_decode,
-        estimate_prefill,
-        host_kv,
-    )
+    from longspan.cost.estimate import attention_flops, estimate_decode, estimate_prefill, host_kv  # noqa: PLC0415
     from longspan.cost.forward import rooflines  # noqa: PLC0415
     from longspan.cost.step_cost import RooflineCost  # noqa: PLC0415
     from longspan.cost.topology import Devices  # noqa: PLC0415
@@ -129,8 +124,8 @@ def estimate(
             steps = RooflineCost(sizes, devices, spec.on_hosts(gpus_per_host), block_size=1)
             drops = _drops(csa_settings(csa, model), chosen, steps, cached, context)
             pairs = batch * (context - cached) * (context + cached + 1) / 2
-            num_devices = size * cost.layer.tp * len(cost.stages)
-            result = result.with_drops(drops, attention_flops(sizes.attention, pairs) / num_devices)
+            flops = attention_flops(sizes.attention, pairs)
+            result = result.with_drops(drops, flops / (size * cost.layer.tp * len(cost.stages)))
     elif fractions is not None or cached:
         raise ValueError("--fractions and --cached describe prompts: leave them out with --phase decode")
     else:

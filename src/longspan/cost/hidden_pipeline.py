@@ -51,8 +51,7 @@ def pair_shares(tokens: Sequence[Sequence[int]], start: int = 0) -> list[float]:
 def exposed_s(work: HiddenWork, link: LinkSpeed) -> float:
     """Simulate a layer. Return its seconds beyond the computation of one member."""
     bytes_per_s, message_s = link.bytes_per_s, link.message_s
-    members = range(len(work.tokens[0]))
-    peers = len(members) - 1
+    members, peers = range(len(work.tokens[0])), len(work.tokens[0]) - 1
     gathered = [0] * len(members)
     computed_s, received_s = [0.0] * len(members), [0.0] * len(members)
     own_tokens = [sum(counts[member] for counts in work.tokens) for member in members]

@@ -313,8 +313,7 @@ class RooflineCost:
         """Reduce the times of an exact channel to the fraction of its form with drops or micro-partitions."""
         line = self._line(part.group[0])
         hosts = tuple([line.topology.hosts[instance] for instance in part.group])
-        is_quiet = self.lines[0].topology.speed is None
-        share = sparse_share(part, self._members(hosts) if is_quiet else self._find_members(hosts))
+        share = sparse_share(part, self._find_members(hosts) if self.lines[0].topology.speed else self._members(hosts))
         tokens = dict(zip(channel.group, channel.shares.queries, strict=True))
         for instance, alone in line.times([channel], tokens, {}).items():
             if part.exchange.sparse is None:  # only messages are hidden

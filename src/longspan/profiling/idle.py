@@ -79,11 +79,6 @@ class IdleTuner:
         listed = ", ".join(map(str, lengths)) or "no further length"
         _log.info("while no request runs, partitions are measured for prompts of these tokens: %s", listed)
 
-    @property
-    def is_timing(self) -> bool:
-        """Whether a prompt runs."""
-        return self._request is not None
-
     def begin(self, now_s: float) -> bool:
         """Start the next prompt on an idle engine. Return False if none is left, or a request came just now."""
         self._take()
@@ -100,15 +95,16 @@ class IdleTuner:
             self._finish(length, best)
         return False
 
-    def stop(self, now_s: float) -> None:
-        """End the prompt that runs, since there is work for clients. The next one waits for a quiet time."""
-        self._quiet_until_s = now_s + _QUIET_S
-        if self._request is not None:
-            request = self._request
-            self._take()
-            if request.finish_reason is None:
-                self._engine.finish(request, "abort")
-                _log.info("measuring partitions stopped for a while: there is a command, or a worker was lost")
+    def stop(self, now_s: float) -> bool:
+        """End the prompt that runs, since there is work for clients. The next one waits. Return whether one ran."""
+        self._quiet_until_s, request = now_s + _QUIET_S, self._request
+        if request is None:
+            return False
+        self._take()
+        if request.finish_reason is None:
+            self._engine.finish(request, "abort")
+            _log.info("measuring partitions stopped for a while: there is a command, or a worker was lost")
+        return True
 
     def _search(self, length: int) -> Partition:
         """Return the best partition by the times so far, or raise _UntimedError with the partition to time next."""
@@ -130,12 +126,11 @@ class IdleTuner:
         engine, length = self._engine, sum(partition)
         num_blocks = -(-(length + 1) // engine.config.block_size)
         pools = [engine.kv.account.pool(instance) for instance in engine.config.cluster.prefill]
-        if any(pool.num_free - pool.num_cached < num_blocks for pool in pools):
-            if not self._is_full:
-                _log.info("partitions of %d tokens are not measured while cached KV leaves too few blocks", length)
-            self._is_full = True
+        was_full, self._is_full = self._is_full, any(pool.num_free - pool.num_cached < num_blocks for pool in pools)
+        if self._is_full and not was_full:
+            _log.info("partitions of %d tokens are not measured while cached KV leaves too few blocks", length)
+        if self._is_full:
             return False
-        self._is_full = False
         self._num_prompts += 1
         prompt = random.Random(self._num_prompts).choices(range(self._vocab_size), k=length)
         self.cuts.try_out(self._entry(partition))

@@ -81,11 +81,8 @@ class Upkeep:
 
     def stop_tuning(self, *, worker_lost: bool = False) -> None:
         """End a prompt that is timed. After the loss of a worker during one, no further prompt is timed."""
-        if self._tuner is None:
-            return
-        if worker_lost and self._tuner.is_timing:
+        if self._tuner is not None and self._tuner.stop(time.monotonic()) and worker_lost:
             self._end_tuning("a worker was lost during a prompt")
-        self._tuner.stop(time.monotonic())
 
     def _end_tuning(self, cause: ModelError | str) -> bool:
         self._tune_idle = False

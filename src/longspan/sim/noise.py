@@ -79,8 +79,3 @@ class NoisyCost:
 
     def _in_step(self, number: int) -> RooflineCost:
         return self.quiet.with_speeds(partial(self.noise.factor, number))
-
-
-def with_noise(cost: RooflineCost, noise: NoisyLink | None) -> RooflineCost | NoisyCost:
-    """Return the cost with noisy links. Without noise, the cost itself."""
-    return cost if noise is None else NoisyCost(quiet=cost, noise=noise)

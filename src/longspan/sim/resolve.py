@@ -40,7 +40,7 @@ from longspan.policy.facts import Facts, measured_phases
 from longspan.policy.registry import make_policy
 from longspan.policy.step_size import with_step_tokens
 from longspan.sim.experiment import Experiment
-from longspan.sim.noise import with_noise
+from longspan.sim.noise import NoisyCost
 from longspan.sim.resolved import Fleet
 from longspan.sim.spec import ClusterSpec, Faults
 
@@ -112,7 +112,7 @@ def computed_experiment(
         exact_s=partial(whole_prompt_s, cost, slow=slow),
     )
     fleet = Fleet.of(devices, dtype=spec.dtype, ffn_dtype=spec.ffn_dtype)
-    steps = with_noise(cost, faults.noisy_link)
+    steps = NoisyCost(quiet=cost, noise=faults.noisy_link) if faults.noisy_link else cost
     return Experiment(cluster=cluster, cost=steps, facts=facts, fleet=fleet, scheduling=scheduling, faults=faults)
 
 

@@ -84,9 +84,7 @@ def _queries(call: Call, reads: Sequence[_Read]) -> Message:
     message, row = Message.empty([_shape(call, reads)], call.q), 0
     for read in reads:
         by_head = call.q[:, read.part.rows].reshape(call.spec.num_kv_heads, _readers(call), -1)
-        if len(read.heads) < len(by_head):
-            by_head = by_head.index_select(0, _at_heads(call, read))
-        rows = by_head.flatten(0, 1)
+        rows = by_head.index_select(0, _at_heads(call, read)).flatten(0, 1)
         message.tensors[0][row : row + len(rows)] = rows
         row += len(rows)
     return message
@@ -110,26 +108,19 @@ def _attend(call: Call, q_rank: int, reads: Sequence[_Read], rows: Tensor) -> Pa
 def _attend_near(call: Call, q_rank: int, reads: Sequence[_Read], rows: Sequence[Tensor]) -> dict[int, Partial]:
     """Attend to the keys from the last partition on, or to all keys of a layer without drops, in one kernel call."""
     rank, parts = call.group.rank, call.parts
-    starts = [(read, _first_near(call, read)) for read in reads]
-    chosen = [
-        (read, start, q)
-        for (read, start), q in zip(starts, rows, strict=True)
-        if start < num_tokens(read.part.kv_runs[rank])
-    ]
+    starts = [(read, _first_near(call, read), num_tokens(read.part.kv_runs[rank])) for read in reads]
+    chosen = [(read, start, stop, q) for (read, start, stop), q in zip(starts, rows, strict=True) if start < stop]
     if not chosen:
         return {}
 
     def plan() -> PagedPlan:
-        reads = [
-            Reads(blocks=read.part.blocks, start=start, stop=num_tokens(read.part.kv_runs[rank]))
-            for read, start, _ in chosen
-        ]
-        return parts.backend.plan(reads, call.kv)
+        near = [Reads(blocks=read.part.blocks, start=start, stop=stop) for read, start, stop, _ in chosen]
+        return parts.backend.plan(near, call.kv)
 
-    key = ("kept", q_rank, tuple((read.number, start) for read, start, _ in chosen))
-    q = torch.stack([q for _, _, q in chosen], dim=1)
+    key = ("kept", q_rank, tuple((read.number, start) for read, start, *_ in chosen))
+    q = torch.stack([q for *_, q in chosen], dim=1)
     out, lse = parts.backend.attend_paged(q, call.kv, parts.once(key, plan), call.spec)
-    return {read.number: (out[:, number], lse[:, number]) for number, (read, _, _) in enumerate(chosen)}
+    return {read.number: (out[:, number], lse[:, number]) for number, (read, *_) in enumerate(chosen)}
 
 
 def _first_near(call: Call, read: _Read) -> int:

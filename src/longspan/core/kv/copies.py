@@ -119,11 +119,7 @@ class Copies:
         return copies
 
     def find_in_flight(self, key: bytes, pools: Iterable[int], *, computed: bool = False) -> BlockRef | None:
-        """Return the block being filled with a content, in the first pool that has one.
-
-        Args:
-            computed: only blocks whose content is computed already.
-        """
+        """Return the block being filled with a content, in the first pool that has one. Maybe only `computed` ones."""
         for pool in pools if self._in_flight else ():
             if (block := self._in_flight.get((pool, key))) is not None:
                 ref = BlockRef(pool, block)

@@ -39,9 +39,8 @@ _MIN_RATIOS, _UNKNOWN_WITHIN = 20, 2.2
 COVERED = 0.95
 """Share of the prompts whose perplexity may not rise more than predicted. A larger share drops fewer tokens."""
 _OTHER_TEXTS = 5.0
-"""Factor by which texts of other kinds gain more perplexity than prompts of the measured text. A larger factor drops
-fewer tokens. Of 20 texts the most affected one gained 10 times the mean, see
-docs/experiments/2026-11-27-accuracy-bound.md."""
+"""Factor by which texts of other kinds gain more perplexity than prompts of the measured text. A larger one drops fewer
+tokens. Of 20 texts, one gained 10 times the mean (docs/experiments/2026-11-27-accuracy-bound.md)."""
 _MARGIN_RANGE = (NO_LOSS / 4, 4 * NO_LOSS)
 """Predicted points of the samples that give the margin. Smaller samples are mostly noise, and larger ones are rarely
 chosen."""

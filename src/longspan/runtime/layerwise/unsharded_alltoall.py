@@ -210,13 +210,9 @@ class HostWeights:
 
 
 class PeerWeights:
-    """Gathers weights from the shares of the instance's ranks.
+    """Gathers weights from the shares of the instance's ranks. `connect` returns a new group for each layer.
 
-    All ranks of the instance start and take the same layers in the same order.
-
-    Args:
-        share: returns this rank's share of a layer, which is kept from `start` to `take`.
-        connect: returns a new group for each layer.
+    All ranks of the instance start and take the same layers in the same order. Meanwhile a rank keeps its `share`.
     """
 
     def __init__(
