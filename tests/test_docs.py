@@ -20,6 +20,7 @@ PAGE = (DOCS / "serving.md").read_text(encoding="utf-8")
 SCRIPT = runpy.run_path(str(DOCS / "generate.py"))
 ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
 PAGES = (*ROOT_PAGES, *sorted(DOCS.rglob("*.md")))
+ANCHOR = re.compile(r"\]\((?!https?:)([^)#]*)#([^)]+)\)")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]*)")
 NAMED = re.compile(r"`(?:python )?((?:[\w.]+/)+[\w.]*\w)/?(?: --[^`]*)?`")
 ROOMS = (ROOT, ROOT / "src" / "longspan", ROOT / "benchmarks", DOCS)
@@ -56,6 +57,19 @@ def test_files_that_pages_name_are_there(page: Path) -> None:
     names = {name for name in NAMED.findall(page.read_text(encoding="utf-8")) if name.split("/")[0] in FOLDERS}
     missing = [name for name in names if not any((room / name).exists() for room in ROOMS)]
     assert [name for name in missing if not any(made in name for made in MADE)] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings: words joined by hyphens, without punctuation, as MkDocs makes them."""
+    lines = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = [re.sub(r"[^\w\s-]", "", title).strip().lower() for title in re.findall(r"^#+ (.*)$", lines, re.MULTILINE)]
+    return {re.sub(r"[-\s]+", "-", title) for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_anchors_that_pages_link_to_are_headings(page: Path) -> None:
+    links = [(page.parent / path if path else page, name) for path, name in ANCHOR.findall(page.read_text("utf-8"))]
+    assert [(str(path), name) for path, name in links if name not in anchors(path)] == []
 
 
 @pytest.mark.parametrize("page", ROOT_PAGES, ids=lambda page: page.name)
