@@ -55,7 +55,7 @@ def learn(learner: Learner, requests_per_s: float, prompts: list[int]) -> RateTa
     for number in prompts:
         learner.add(Prompt(new_tokens=number))
     for _ in range(10_000):
-        if (table := learner.advance(requests_per_s)) is not None:
+        if (table := learner.advance(requests_per_s, 0.0)) is not None:
             return table
     raise AssertionError("the search does not end")
 
@@ -91,31 +91,32 @@ def test_a_search_begins_with_32_prompts_and_is_repeated_when_their_number_has_d
     for number, tokens in enumerate(lengths(2300), start=1):
         learner.add(Prompt(new_tokens=tokens))
         was_searching = learner.is_searching
-        learner.advance(1.0)
+        learner.advance(1.0, 0.0)
         if learner.is_searching and not was_searching:
             begun.append(number)
         while learner.is_searching:
-            learner.advance(1.0)
+            learner.advance(1.0, 0.0)
     assert begun == [32, 64, 128, 256, 512, 1024, 2048]
     assert learner.traffic is not None and learner.traffic.lengths == tuple(lengths(2048)[-NUM_LENGTHS:])
 
 
-def test_no_plan_waits_for_more_than_a_few_simulated_prompts() -> None:
-    learner = Learner(planner())
+@pytest.mark.parametrize(("seconds_between_plans", "per_plan"), [(0.0, 16), (0.5, 150), (60.0, 512)])
+def test_a_plan_simulates_few_prompts_and_more_after_a_long_step(seconds_between_plans: float, per_plan: int) -> None:
+    learner, now_s = Learner(planner()), 0.0
     for tokens in lengths(32):
         learner.add(Prompt(new_tokens=tokens))
     counts = []
     with patch.object(Planner, "plan", autospec=True, side_effect=Planner.plan) as plan:
-        while learner.advance(1.0) is None:
+        while learner.advance(1.0, now_s := now_s + seconds_between_plans) is None:
             counts.append(plan.call_count)
             plan.reset_mock()
-    assert max(counts) == 16 and len(counts) > 50
+    assert max(counts) == per_plan and sum(counts) > 1000
 
 
 @pytest.mark.parametrize("requests_per_s", [0.0, 1.0])
 def test_nothing_is_searched_without_arrivals_or_prompts(requests_per_s: float) -> None:
     learner = Learner(planner(), Traffic(lengths=tuple(lengths(100))))
-    assert learner.advance(requests_per_s) is None and not learner.is_searching
+    assert learner.advance(requests_per_s, 0.0) is None and not learner.is_searching
 
 
 # ---------------------------------------------------------------- policies

@@ -150,7 +150,7 @@ class Cdsp(Policy):
         """Look up the improvement rate for the present request rate, and learn from the prompts so far."""
         self._watch.renew(now_s)
         if self._learner is not None:
-            table = self._learner.advance(self._watch.requests_per_s)
+            table = self._learner.advance(self._watch.requests_per_s, now_s)
             if table is not None:
                 self._watch.use(table)
 

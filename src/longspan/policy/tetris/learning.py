@@ -2,7 +2,7 @@
 
 The lengths of the latest prompts are kept. For the observed request rate, random arrivals of such prompts are simulated
 with every improvement rate. The planner of the policy plans them, and they take the seconds of Eq. 1. The rate with the
-lowest mean TTFT enters the table. Each plan of the policy simulates a few prompts, which delays no step noticeably.
+lowest mean TTFT enters the table. Each plan of the policy simulates a few, which delays no step noticeably.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from longspan.policy.traffic import NUM_LENGTHS, Traffic
 
 _NUM_SIMULATED = 256
 """Prompts of a simulation. Half as many find rates that are too low near saturation, twice as many nearly the same."""
-_PROMPTS_PER_PLAN = 16
-"""Simulated prompts for each plan of the policy, of 0.03 ms each. A search then takes about 240 plans."""
+_LEAST_PER_PLAN, _MOST_PER_PLAN, _PROMPTS_PER_S = 16, 512, 300
+"""Simulated prompts, of 0.03 ms each, for a plan of the policy, and per second since the plan before, 1 % of it."""
 _MIN_PROMPTS = 32
 """Prompts that are enough for a first search. Each search is repeated when their number has doubled."""
 _MAX_AGE = 1024
@@ -49,7 +49,7 @@ class Learner:
         self._due: dict[int, int] = {}
         """The number of prompts from which each search is repeated."""
         self._latest: Prompt | None = None
-        self._place = 0
+        self._place, self._advanced_s = 0, 0.0
         self._search: Generator[None, None, float] | None = None
         if known.improvement_rates:
             table = RateTable.parse(known.improvement_rates)
@@ -71,7 +71,7 @@ class Learner:
         self._lengths.append(prompt.new_tokens)
         self._latest, self._num_prompts = prompt, self._num_prompts + 1
 
-    def advance(self, requests_per_s: float) -> RateTable | None:
+    def advance(self, requests_per_s: float, now_s: float) -> RateTable | None:
         """Simulate some prompts at this request rate, if a search is due. Return the new table when it has ended."""
         if self._search is None:
             if self._latest is None or requests_per_s <= 0 or len(self._lengths) < _MIN_PROMPTS:
@@ -81,15 +81,15 @@ class Learner:
                 return None
             self._due[self._place] = min(max(2 * self._num_prompts, _MIN_PROMPTS), self._num_prompts + _MAX_AGE)
             self._search = _best_rate(self._planner, tuple(self._lengths), _requests_per_s(self._place), self._latest)
+        number, self._advanced_s = int(_PROMPTS_PER_S * (now_s - self._advanced_s)), now_s
         try:
-            for _ in range(_PROMPTS_PER_PLAN):
+            for _ in range(sorted((_LEAST_PER_PLAN, number, _MOST_PER_PLAN))[1]):
                 next(self._search)
         except StopIteration as end:
             self._search, self._found[self._place] = None, end.value
-            table = self.table
-            found = {"lengths": tuple(self._lengths), "improvement_rates": str(table)}
+            found = {"lengths": tuple(self._lengths), "improvement_rates": str(self.table)}
             self.traffic = msgspec.structs.replace(self.traffic or Traffic(), **found)
-            return table
+            return self.table
         return None
 
 
