@@ -73,6 +73,8 @@ SIZES: Fields = {
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
     # Further parts.
     "attention_chunk_size": _WINDOW,
+    "floor_scale": 10,
+    "intermediate_size_mlp": _INNER,
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": VOCABULARY,
     "num_kv_shared_layers": 2,
@@ -244,6 +246,11 @@ VARIANTS: dict[str, dict[str, Fields]] = {
         "yarn": {"rope_parameters": _FULL_ROPE | {"rope_type": "yarn", "factor": 16.0}},
         "longrope": {"rope_parameters": _LONGROPE},
         "dynamic": {"rope_parameters": _FULL_ROPE | {"rope_type": "dynamic", "factor": 16.0}},
+    },
+    "llama4_text": {
+        "dense layers": {"interleave_moe_layer_step": 2, "use_qk_norm": False},
+        "RoPE in full layers": {"no_rope_layers": [1] * _LAYERS},
+        "no RoPE in chunked layers": {"no_rope_layers": [1, 0, 0, 1], "attn_temperature_tuning": True},
     },
     "minimax_m3_vl_text": {"sparse layers": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (_LAYERS // 2)}},
     "mistral": {"no window": {"sliding_window": None}},

@@ -393,9 +393,9 @@ def check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy: Po
 
 
 def check_windows(info: ModelInfo, csa: str) -> None:
-    """Raise ParameterError for sparse attention with a model that has sliding windows."""
-    if csa != "off" and any(spec.window is not None for spec in info.specs):
-        problem = "is for models without sliding windows, which already drop distant tokens: leave it out"
+    """Raise ParameterError for sparse attention with a model that has sliding windows or chunks."""
+    if csa != "off" and any(spec.visibility.max_keys is not None for spec in info.specs):
+        problem = "is for models without sliding windows or chunks, which already drop distant tokens: leave it out"
         raise ParameterError("csa", problem, csa[:60])
 
 

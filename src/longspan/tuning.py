@@ -178,7 +178,7 @@ def deviations(files: ModelFiles, text: evals.Text) -> tuple[tuple[float, ...], 
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spec, out, of_layer = model.specs[layer], torch.empty_like(q), list[float]()
-        hidden = hidden_keys(positions, positions, spec.window)
+        hidden = hidden_keys(positions, positions, spec.visibility)
         num_seen = (~hidden).sum(dim=1)
         for kv_head, (heads, scores) in enumerate(scores_by_kv_head(q, k, hidden, spec)):
             weights = scores.softmax(dim=-1)

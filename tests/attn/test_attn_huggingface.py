@@ -111,6 +111,9 @@ def test_models_and_arguments_with_wrong_results_are_refused(load: Callable[...,
     assert re.search("21 keys for 1 tokens: .*use_cache=False", refusal(model, **continued(model)))
     model.model.layers[0].self_attn.config.layer_types = ["chunked_attention"] * 3
     assert re.search("of type chunked_attention", refusal(model))
+    model.model.layers[0].self_attn.config.attention_chunk_size = 8  # its code makes no mask of chunks
+    assert re.search("of type chunked_attention", refusal(model))
+    assert re.search("counts positions by its cache", refusal(load("llama4", attn.register())))
 
 
 @torch.no_grad()

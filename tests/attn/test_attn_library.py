@@ -80,6 +80,7 @@ def compare(
         scale=spec.scale,
         window=spec.window,
         softcap=spec.softcap,
+        chunk=spec.chunk,
     )
     wanted = torch.cat([one.wanted(group.rank, spec) for one in batch], dim=1)
     assert out.dtype == dtype
@@ -178,6 +179,8 @@ SHAPES = ((4, 4, 16), (2, 4, 16), (2, 4, 16))
         ([HALVES], (SHAPES[0], (3, 4, 16), (3, 4, 16)), {}, "4 query heads are no multiple of 3 KV heads"),
         ([HALVES], SHAPES, {"kv_runs": [HALVES, HALVES]}, "1 sequences, but kv_runs of 2"),
         ([HALVES], SHAPES, {"window": 0}, "window 0"),
+        ([HALVES], SHAPES, {"chunk": 0}, "chunk 0"),
+        ([HALVES], SHAPES, {"window": 4, "chunk": 8}, "window 4, chunk 8"),
         ([HALVES], SHAPES, {"softcap": -1.0}, "softcap -1.0"),
         ([shard_span("contiguous", 8, 16, 2)], SHAPES, {}, r"all keys of \[0, 16\).*cached"),
         ([((Run(0, 4),), (Run(5, 8),))], SHAPES, {}, r"\[0, 4\); \[5, 8\).*one span"),

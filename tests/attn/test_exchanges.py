@@ -103,16 +103,25 @@ def rotated(kv_runs: SpanShards, start: int, stop: int) -> SpanShards:
     return tuple((*runs, *rotation.runs(member, stop)) for member, runs in enumerate(before))
 
 
-def spec_of(window: int | None = None, softcap: float | None = None, heads: tuple[int, int] = HEADS[0]) -> AttnSpec:
-    return AttnSpec(num_heads=heads[0], num_kv_heads=heads[1], head_dim=16, scale=0.25, window=window, softcap=softcap)
+def spec_of(
+    window: int | None = None,
+    softcap: float | None = None,
+    heads: tuple[int, int] = HEADS[0],
+    chunk: int | None = None,
+) -> AttnSpec:
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 16}
+    return AttnSpec(**sizes, scale=0.25, window=window, softcap=softcap, chunk=chunk)
 
 
 @st.composite
 def cases(draw: st.DrawFn, *, in_order: bool) -> Case:
     hosts = draw(st.lists(st.integers(0, 2), min_size=1, max_size=5))
-    window, softcap = draw(st.one_of(st.none(), st.integers(1, 130))), draw(st.sampled_from((None, None, 5.0)))
+    limit, softcap = draw(st.integers(1, 130)), draw(st.sampled_from((None, None, 5.0)))
+    window, chunk = draw(st.sampled_from(((None, None), (limit, None), (None, limit))))
     batch = draw(st.lists(requests(len(hosts), in_order=in_order), min_size=1, max_size=4))
-    return Case(hosts=tuple(hosts), batch=tuple(batch), spec=spec_of(window, softcap, draw(st.sampled_from(HEADS))))
+    return Case(
+        hosts=tuple(hosts), batch=tuple(batch), spec=spec_of(window, softcap, draw(st.sampled_from(HEADS)), chunk)
+    )
 
 
 def exchange(
@@ -158,7 +167,9 @@ def seen(request: Request, member: int, spec: AttnSpec, asker: int | None = None
     if not queries:
         return 0
     return sum(
-        (spec.window is None or min(queries) - p < spec.window) and (not cached or p < span[0])
+        (spec.window is None or min(queries) - p < spec.window)
+        and (spec.chunk is None or p // spec.chunk >= min(queries) // spec.chunk)
+        and (not cached or p < span[0])
         for p in positions(request.kv_runs[member])
     )
 

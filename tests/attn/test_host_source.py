@@ -71,6 +71,8 @@ def attend(requests: list[tuple[int, int, set[int]]], spec: AttnSpec, staging: S
         hidden = key > position
         if spec.window is not None:
             hidden |= position - key >= spec.window
+        if spec.chunk is not None:
+            hidden |= position // spec.chunk != key // spec.chunk
         groups = spec.num_heads // spec.num_kv_heads
         scores = (q.double() @ k.repeat_interleave(groups, 0).double().transpose(1, 2)) * spec.scale
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
@@ -86,7 +88,7 @@ def attend(requests: list[tuple[int, int, set[int]]], spec: AttnSpec, staging: S
     q = torch.cat(queries, dim=1)
     parts, pieces = MemberParts(there, backend), HostPieces(staging)
     source = HostSource(parts=parts, member=0, kv=joined(host_kv), pieces=pieces)
-    source.prefetch(spec.window)
+    source.prefetch(spec.visibility)
     call = Call(
         exchange=LOCAL,
         group=ALONE,
@@ -106,16 +108,16 @@ def attend(requests: list[tuple[int, int, set[int]]], spec: AttnSpec, staging: S
 REQUESTS = [(40, 1, {0, 1, 2, 5}), (61, 1, set()), (37, 6, set(range(8))), (3, 1, set()), (90, 20, {1, 3, 4, 5, 6, 20})]
 
 
-@pytest.mark.parametrize("window", [None, 7, 30])
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (7, None), (30, None), (None, 7), (None, 30), (None, 100)])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("staging", stagings(), ids=["in place", "late", "early"])
 @pytest.mark.usefixtures("one_thread")
 def test_both_sources_together_are_exact(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, kv_heads: int, staging: Staging
+    monkeypatch: pytest.MonkeyPatch, window: int | None, chunk: int | None, kv_heads: int, staging: Staging
 ) -> None:
     """Pieces of two blocks, so that most requests have several pieces. The second step uses the same buffers."""
     monkeypatch.setattr(hosted, "PIECE_TOKENS", 2 * BLOCK)
-    spec = AttnSpec(num_heads=4, num_kv_heads=kv_heads, head_dim=8, scale=0.3, window=window, softcap=None)
+    spec = AttnSpec(num_heads=4, num_kv_heads=kv_heads, head_dim=8, scale=0.3, window=window, softcap=None, chunk=chunk)
     for requests in (REQUESTS[2:], REQUESTS):
         out, wanted = attend(requests, spec, staging)
         assert (out - wanted).abs().max() < 1e-5

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from longspan.core.blocks import BlockRef
 from longspan.core.layouts import shard_span
 from longspan.core.owners import Owners
-from longspan.core.runs import Layout, Run, SpanShards, clip, coalesce, relate
+from longspan.core.runs import Layout, Run, SpanShards, Visibility, clip, coalesce, relate
 
 STARTS, LENGTHS, STEPS = st.integers(0, 40), st.integers(0, 9), st.integers(1, 5)
 LAYOUTS: list[Layout] = ["zigzag", "striped", "contiguous", "single"]
@@ -51,6 +51,45 @@ def test_relation_is_the_mask(pair: tuple[Run, Run], window: int | None) -> None
     causal_only = [[j <= i + relation.upper for j in range(len(keys))] for i in range(len(queries))]
     expected = "full" if all(map(all, mask)) else "diagonal" if mask == causal_only else "band"
     assert relation.kind == expected
+
+
+VISIBILITIES = st.one_of(
+    st.just(Visibility()),
+    st.builds(Visibility, window=st.integers(1, 60)),
+    st.builds(Visibility, chunk=st.integers(1, 60)),
+)
+
+
+@given(st.integers(0, 200), VISIBILITIES)
+def test_the_first_visible_key_is_that_of_the_mask(query: int, visibility: Visibility) -> None:
+    window, chunk = visibility.window, visibility.chunk
+    visible = [
+        key
+        for key in range(query + 1)
+        if (window is None or query - key < window) and (chunk is None or key // chunk == query // chunk)
+    ]
+    assert visible == [*range(visibility.first(query), query + 1)]
+    assert visibility.max_keys is None or len(visible) <= visibility.max_keys
+
+
+@given(STARTS, st.integers(0, 60), STEPS, VISIBILITIES)
+@example(start=7, length=30, step=5, visibility=Visibility(chunk=3))  # chunks without a query
+def test_pieces_of_a_run_are_causal_over_their_own_keys(
+    start: int, length: int, step: int, visibility: Visibility
+) -> None:
+    """With chunks all queries of a piece have the first key in common, so the rest of the mask is causality."""
+    run = run_of(start, length, step)
+    pieces = [*visibility.pieces(run)]
+    assert [position for piece in pieces for position in piece.positions] == [*run.positions]
+    if visibility.chunk is not None:
+        firsts = [{visibility.first(query) for query in piece.positions} for piece in pieces]
+        assert all(len(first) == 1 for first in firsts)
+        assert all(a != b for a, b in pairwise(firsts)), "no more pieces than chunks"
+
+
+def test_windows_and_chunks_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="window 4, chunk 8"):
+        Visibility(window=4, chunk=8)
 
 
 def test_runs_of_different_steps_are_refused() -> None:

@@ -53,7 +53,7 @@ from longspan.service import Service
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK_SIZE, NUM_BLOCKS = 16, 80
-RECORDED = ["llama", "llama-yarn", "phi3", "qwen2", "qwen3", "mistral-window", "gemma2", "glm4", "mixtral"]
+RECORDED = ["llama", "llama-yarn", "phi3", "qwen2", "qwen3", "mistral-window", "gemma2", "glm4", "mixtral", "llama4"]
 TOLERANCE = 1e-4
 
 
@@ -123,15 +123,15 @@ class Decodes:
         numbers = iter(torch.randperm(NUM_BLOCKS, generator=generator).tolist())
         tables = [[next(numbers) for _ in range(0, stop, BLOCK_SIZE)] for stop in stops]
         plans = {}
-        for window in {spec.window for spec in self.specs}:
-            starts = [max(0, stop - (window or stop)) for stop in stops]
+        for visibility in {spec.visibility for spec in self.specs}:
+            starts = [visibility.first(stop - 1) for stop in stops]
             reads = [Reads(blocks=t, start=a, stop=b) for t, a, b in zip(tables, starts, stops, strict=True)]
-            plans[window] = self.backend.plan(reads, self.kv[0])
+            plans[visibility] = self.backend.plan(reads, self.kv[0])
         step = SingleTokens(
             blocks=torch.tensor([table[-1] for table in tables]),
             offsets=positions % BLOCK_SIZE,
             kv=self.kv,
-            plans=[plans[spec.window] for spec in self.specs],
+            plans=[plans[spec.visibility] for spec in self.specs],
         )
         own_pairs = [pair.clone() for pair in self.pairs]
         rows = Rows(tokens=tokens, positions=positions, keep=torch.arange(num_tokens), rope_lengths=positions + 1)

@@ -61,7 +61,10 @@ class ReferenceAttend:
         first = num_keys - num_queries
         distance = positions[first:, None] - positions
         same = requests[first:, None] == requests
-        return same & (distance >= 0) & (distance < (spec.window or num_keys))
+        size = spec.chunk or int(self.positions.max()) + 1
+        chunk = positions // size
+        in_chunk = chunk[first:, None] == chunk
+        return same & in_chunk & (distance >= 0) & (distance < (spec.window or num_keys))
 
 
 @dataclass

@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "qwen3_next": (Qwen3NextConfig(), "linear_attention"),
     "gpt_oss": (GptOssConfig(), "sinks"),
     "llama4": (Llama4Config(), "multimodal"),
-    "llama4_text": (Llama4TextConfig(), "chunked_attention"),
+    "llama4_text": (Llama4TextConfig(attention_chunk_size=None), "without an attention_chunk_size"),
     "deepseek_v3": (DeepseekV3Config(), "latent attention"),
     "dynamic": (LlamaConfig(rope_parameters=DYNAMIC), "dynamic RoPE"),
     "quantised": (LlamaConfig(quantization_config={"quant_method": "fp8"}), "quantised"),

@@ -270,8 +270,9 @@ def test_the_command_line_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert run("generate", "--prompt", "a", "--policy", "context", "--csa", str(file), "--parallel", "2") == 2
 
 
-def test_models_with_windows_are_refused(tmp_path: Path) -> None:
-    folder = make_tiny("mistral-window", tmp_path / "model")
+@pytest.mark.parametrize("name", ["mistral-window", "llama4"])
+def test_models_with_windows_or_chunks_are_refused(name: str, tmp_path: Path) -> None:
+    folder = make_tiny(name, tmp_path / "model")
     with refused("csa"):
         engine(folder, "2", csa())
     with engine(folder, "2", "off") as llm:

@@ -236,6 +236,7 @@ def test_several_outputs_of_a_prompt_are_drawn_alike(engines: Engines, tiny: Pat
 def architectures() -> Iterator[Any]:
     """Yield each family with shards on two instances, and with stages. Most of the other splits are `full`."""
     needed = {("llama", "3"), ("mistral-window", "3"), ("gemma2", "2xtp2pp2"), ("mixtral", "2xtp2pp2")}
+    needed |= {("llama4", "3"), ("llama4", "2xtp2pp2")}
     for name, rotate in zip(TINY, cycle(("block", "token")), strict=False):
         for parallel in ("2xtp2", "pp3", "3", "2xtp2pp2"):
             is_needed = parallel in ("2xtp2", "pp3") or (name, parallel) in needed
@@ -249,7 +250,7 @@ def test_prompts_packed_together(
     """Prompts are sharded in several chunks. Three KV heads on two ranks are two and one."""
     llm = engines(folders[name], parallel=parallel)
     llm.set_policy("context", {"threshold": "20", "rotate": rotate})
-    prompts = prompts_of(1, 2, 28, 40, 100, 200)  # the third grows past the window
+    prompts = prompts_of(1, 2, 28, 40, 100, 200)  # the third grows past the window, and the fourth past the chunk
     assert_all_exact(llm, oracles[name], prompts)
     assert ("all_reduce" in llm.bytes_exchanged) == ("tp2" in parallel)
 

@@ -194,10 +194,10 @@ def test_a_member_is_killed_while_blocks_lie_on_its_host(
         assert request.output == oracle.complete(request.prompt, NUM_TOKENS).token_ids
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "phi3"])
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "phi3", "llama4"])
 @pytest.mark.parametrize("spec", [{}, {"instances": 2, "policy": "context"}])
-def test_windows_and_softcaps(tmp_path: Path, name: str, spec: dict[str, object]) -> None:
-    """Layers with a window see less of the host, or nothing."""
+def test_windows_chunks_and_softcaps(tmp_path: Path, name: str, spec: dict[str, object]) -> None:
+    """Layers with a window or chunks see less of the host, or nothing."""
     folder, given = make_tiny(name, tmp_path / name), HOST | {"skip_tokenizer_init": True, "block_size": 16} | spec
     with ThreadLLM(str(folder), max_num_batched_tokens=48, **given) as llm:
         assert_all_exact(llm, Oracle(folder), prompts_of(300, 30), GREEDY)

@@ -264,6 +264,9 @@ def test_switches_and_windows_lie_inside_the_prompts_of_a_trial(tmp_path: Path) 
     assert all(
         spec.window is not None and spec.window < shortest for spec in map(small.info.specs.__getitem__, small.layers)
     )
+    small = copy_of(TINY["llama4"](), tmp_path / "chunk")
+    chunks = [small.info.specs[layer].chunk for layer in small.layers]
+    assert chunks[1] is None and chunks[0] is not None and chunks[0] < shortest
 
 
 def test_a_model_that_cannot_be_small_is_tried_in_full(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     Glm4Config,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -28,6 +29,8 @@ from longspan.model.source import smollm2_folder
 
 SWITCH_LENGTH = 64
 WINDOW = 32
+CHUNK = 40
+"""Tokens. No multiple of the blocks of most tests."""
 _CONTEXT = 4096
 BASE: dict[str, Any] = {
     "vocab_size": 199,
@@ -80,6 +83,17 @@ TINY: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "glm4": lambda: Glm4Config(**BASE, partial_rotary_factor=0.5),
     "mixtral": lambda: MixtralConfig(**BASE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "llama4": lambda: Llama4TextConfig(
+        **BASE | {"num_hidden_layers": 4},
+        attention_chunk_size=CHUNK,
+        no_rope_layer_interval=2,
+        floor_scale=10,
+        attn_scale=0.5,
+        interleave_moe_layer_step=2,
+        intermediate_size_mlp=112,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
 }
 
 

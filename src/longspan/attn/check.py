@@ -299,6 +299,9 @@ def reference(
     visible = age >= 0
     if spec.window is not None:
         visible &= age < spec.window
+    if spec.chunk is not None:
+        queries, keys_at = (torch.tensor(list(each)) // spec.chunk for each in (q_positions, k_positions))
+        visible &= queries[:, None] == keys_at[None]
     groups = q.shape[0] // k.shape[0]
     keys, values = (x.double().repeat_interleave(groups, dim=0) for x in (k, v))
     scores = q.double() @ keys.transpose(1, 2) * spec.scale
@@ -313,12 +316,15 @@ def reference(
 def random_spec(draw: random.Random) -> AttnSpec:
     num_heads, num_kv_heads = draw.choice(_HEADS)
     head_dim = draw.choice(_HEAD_DIMS)
+    limit = draw.randint(1, _MAX_TOKENS)
+    window, chunk = draw.choice(((None, None), (None, None), (limit, None), (None, limit)))
     return AttnSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        window=draw.choice((None, None, draw.randint(1, _MAX_TOKENS))),
+        window=window,
+        chunk=chunk,
         softcap=draw.choice((None, None, draw.uniform(2, 50))),
     )
 

@@ -194,7 +194,7 @@ class GatherHidden:
 
     def _cached_message(self, sender: int, receiver: int) -> Message:
         """Allocate a message for cached keys and values. It is filled if this member sends it."""
-        cached, kv_heads = self._parts.cached(sender, self._spec.window), self._shares[receiver].kv_heads
+        cached, kv_heads = self._parts.cached(sender, self._spec.visibility), self._shares[receiver].kv_heads
         shapes = [(len(kv_heads), num_tokens(runs), self._spec.head_dim) for runs in cached for _ in "kv"]
         message = Message.empty(shapes, self._kv.keys)
         if sender == self._group.rank and kv_heads:
@@ -207,7 +207,7 @@ class GatherHidden:
         """Allocate the keys of each part, with the cached ones."""
         all_keys = []
         for index, part in enumerate(self._parts):
-            cached = [self._parts.cached(member, self._spec.window)[index] for member in range(self._group.size)]
+            cached = [self._parts.cached(member, self._spec.visibility)[index] for member in range(self._group.size)]
             runs = [run for shards in (cached, part.q_runs) for member_runs in shards for run in member_runs]
             whole = stretch(runs) if runs else Run(0, 0)
             shape = (len(self.share.kv_heads), len(whole), self._spec.head_dim)

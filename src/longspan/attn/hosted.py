@@ -22,7 +22,7 @@ from longspan.attn.backends import Partial, merge_each
 from longspan.attn.member import MemberPart, MemberParts, QueryBatch, attend_runs, num_before
 from longspan.attn.paged import KeysAndValues, PagedKv, on_device
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Run
+from longspan.core.runs import Run, Visibility
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
@@ -210,17 +210,17 @@ class HostSource:
     kv: PagedKv
     pieces: HostPieces
 
-    def prefetch(self, window: int | None) -> None:
+    def prefetch(self, visibility: Visibility) -> None:
         """Start to copy the keys for parts with several queries. Call it once, before `merge`, in the same order."""
-        needed = self.parts.needed(self.member, window)
-        for index in self._several(window):
+        needed = self.parts.needed(self.member, visibility)
+        for index in self._several(visibility):
             self.pieces.put(self._pieces(self.parts[index], needed[index]))
 
     def ask(self, batches: Sequence[QueryBatch], spec: AttnSpec) -> list[Tensor | None]:
         """Copy single queries to the host. Call it before the device gets more work of this layer."""
         copies: list[Tensor | None] = []
         for batch in batches:
-            visible = self._visible(batch, spec.window)
+            visible = self._visible(batch, spec.visibility)
             copies.append(batch.q[:, visible.rows].to(self.kv.keys.device) if visible.single else None)
         return copies
 
@@ -238,11 +238,11 @@ class HostSource:
             backend: computes on the device of the queries.
             single: the result of `ask`.
         """
-        several: dict[int, list[tuple[int, slice]]] = {index: [] for index in self._several(spec.window)}
+        several: dict[int, list[tuple[int, slice]]] = {index: [] for index in self._several(spec.visibility)}
         for number, (batch, queries) in enumerate(zip(batches, single, strict=True)):
-            visible = self._visible(batch, spec.window)
+            visible = self._visible(batch, spec.visibility)
             if queries is not None:
-                plan = self.parts.plan(visible.single, batch.q_rank, self.member, self.kv, spec.window)
+                plan = self.parts.plan(visible.single, batch.q_rank, self.member, self.kv, spec.visibility)
                 added = self.parts.backend.attend_paged(queries, self.kv, plan, spec)
                 _merge_into(partials[number], visible.rows, added)
             for index, rows in visible.several:
@@ -252,7 +252,7 @@ class HostSource:
             q = torch.cat([batches[number].q[:, rows] for number, rows in places], dim=1)
             q_runs = [run for number, _ in places for run in part.q_runs[batches[number].q_rank]]
             merged = list[Partial]()
-            for _ in self._pieces(part, self.parts.needed(self.member, spec.window)[index]):
+            for _ in self._pieces(part, self.parts.needed(self.member, spec.visibility)[index]):
                 run, (k, v) = self.pieces.take(backend)
                 merged = [merge_each([*merged, attend_runs(backend, q, q_runs, k, v, (run,), spec)])]
             [(out, lse)], start = merged, 0
@@ -261,13 +261,13 @@ class HostSource:
                 _merge_into(partials[number], rows, (out[:, own], lse[:, own]))
                 start = own.stop
 
-    def _visible(self, batch: QueryBatch, window: int | None) -> _Rows:
-        """Find the queries that see keys on the host, once for all layers with the same window."""
-        key = ("hosted", batch.q_rank, batch.indices, window)
-        return self.parts.once(key, lambda: self._rows(batch, window))
+    def _visible(self, batch: QueryBatch, visibility: Visibility) -> _Rows:
+        """Find the queries that see keys on the host, once for all layers with the same visibility."""
+        key = ("hosted", batch.q_rank, batch.indices, visibility)
+        return self.parts.once(key, lambda: self._rows(batch, visibility))
 
-    def _rows(self, batch: QueryBatch, window: int | None) -> _Rows:
-        visible, start = set(self.parts.visible(batch.q_rank, self.member, window)), 0
+    def _rows(self, batch: QueryBatch, visibility: Visibility) -> _Rows:
+        visible, start = set(self.parts.visible(batch.q_rank, self.member, visibility)), 0
         single, rows, several = list[int](), list[int](), list[tuple[int, slice]]()
         counts = self.parts.num_queries(batch.q_rank, batch.indices)
         for index, count in zip(batch.indices, counts, strict=True):
@@ -281,14 +281,14 @@ class HostSource:
         span = slice(rows[0], rows[-1] + 1) if is_slice else on_device([torch.tensor(rows)], batch.q.device)[0]
         return _Rows(tuple(single), span, tuple(several))
 
-    def _several(self, window: int | None) -> tuple[int, ...]:
+    def _several(self, visibility: Visibility) -> tuple[int, ...]:
         """Return the indices of the parts in which some member has several queries that see keys on the host."""
-        return self.parts.once(("hosted several", window), lambda: tuple(sorted(self._indices(window))))
+        return self.parts.once(("hosted several", visibility), lambda: tuple(sorted(self._indices(visibility))))
 
-    def _indices(self, window: int | None) -> set[int]:
+    def _indices(self, visibility: Visibility) -> set[int]:
         found = set[int]()
         for q_rank in range(len(self.parts[0].q_runs)):
-            visible = self.parts.visible(q_rank, self.member, window)
+            visible = self.parts.visible(q_rank, self.member, visibility)
             counts = self.parts.num_queries(q_rank, visible)
             found.update(index for index, count in zip(visible, counts, strict=True) if count > 1)
         return found

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from longspan.attn.library import Members, checked_runs, ring_kv
 from longspan.attn.spec import as_output
-from longspan.attn.spec_reader import read_spec, rope_dicts
+from longspan.attn.spec_reader import read_spec, reads_cached_length, rope_dicts
 from longspan.core.runs import SpanShards, num_tokens, positions
 
 _NAME = "longspan_split"
@@ -28,8 +28,8 @@ def register() -> str:
     `use_cache=False`, `split=Split(...)`, and no attention mask, under `torch.no_grad()`. Its logits are those of these
     tokens.
 
-    The model must be causal, with full or sliding-window attention. All other layers must treat tokens one by one, and
-    rotary embeddings must be the same on all members.
+    The model must be causal, with full, sliding-window or chunked attention. All other layers must treat tokens one by
+    one, and rotary embeddings must be the same on all members.
 
     Raises:
         ValueError: when the model is called, if it or an argument is not supported.
@@ -85,6 +85,10 @@ def _attention(
     if split is None:
         raise ValueError(f"{type(module).__name__} got no split: call the model with split=longspan.attn.Split(...)")
     spec = read_spec(module, query, key, value, attention_mask, **arguments)  # type: ignore[arg-type]  # checked there
+    if reads_cached_length(module):
+        raise ValueError(
+            f"{type(module).__name__} counts positions by its cache, and members have none: serve the model by longspan"
+        )
     if query.shape[0] != 1:
         raise ValueError(f"a batch of {query.shape[0]} rows: pack sequences into one, and give Split the runs of each")
     if key.shape[2] != query.shape[2]:
@@ -92,7 +96,7 @@ def _attention(
     if getattr(module, "layer_idx", 0) == 0:
         _check_rope(module, split.runs)
         _check_positions(position_ids, split.positions)
-    options = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap}
+    options = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "chunk": spec.chunk}
     return as_output(split.exchange(split.group, query[0], key[0], value[0], split.runs, **options))
 
 

@@ -130,6 +130,7 @@ class Options(TypedDict, total=False):
     scale: float | None
     window: int | None
     softcap: float | None
+    chunk: int | None
 
 
 def ring_kv(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, **options: Unpack[Options]) -> Tensor:
@@ -147,6 +148,7 @@ def ring_kv(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, **optio
         scale: multiplies the scores. The default is `head_dim ** -0.5`.
         window: a key is visible iff `0 <= query_position - key_position < window`. None: no limit.
         softcap: c turns a scaled score s into `c * tanh(s / c)`. None: no cap.
+        chunk: a key is visible iff it is not after the query and `position // chunk` of both is equal. None: no limit.
 
     Returns:
         The attention of `q`, with its shape.
@@ -207,10 +209,11 @@ def _exchange(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     q, k, v = tensors
     group.check(q)
-    spec = _spec(q, k, v, scale=scale, window=window, softcap=softcap)
+    spec = _spec(q, k, v, scale=scale, window=window, softcap=softcap, chunk=chunk)
     sharded = checked_runs(runs, runs if kv_runs is None else kv_runs, group.size)
     own = [(num_tokens(queries[group.rank]), num_tokens(keys[group.rank])) for queries, keys in sharded]
     counts = [num_keys for _, num_keys in own]
@@ -264,7 +267,14 @@ def _blocks(tensor: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _spec(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    chunk: int | None,
 ) -> AttnSpec:
     """Return the spec of the attention. Raises ValueError for invalid arguments, and if gradients are required."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -280,10 +290,13 @@ def _spec(
         raise ValueError(f"q, k and v are {types}: they must all be float32, bfloat16 or float16, on one CPU or GPU")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
         raise ValueError("exchanges have no gradients: call them under torch.no_grad()")
-    if window is not None and window < 1:
-        raise ValueError(
-            f"window {window}: a query sees at least itself, so it must be 1 or more, or None for no limit"
-        )
+    if window is not None and chunk is not None:
+        raise ValueError(f"window {window}, chunk {chunk}: give one of them, since a layer has a window or chunks")
+    for name, limit in (("window", window), ("chunk", chunk)):
+        if limit is not None and limit < 1:
+            raise ValueError(
+                f"{name} {limit}: a query sees at least itself, so it must be 1 or more, or None for no limit"
+            )
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap {softcap} must be above 0, or None for no cap")
     return AttnSpec(
@@ -293,6 +306,7 @@ def _spec(
         scale=q.shape[2] ** -0.5 if scale is None else scale,
         window=window,
         softcap=softcap,
+        chunk=chunk,
     )
 
 

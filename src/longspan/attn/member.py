@@ -17,7 +17,7 @@ from longspan.attn.backends import Partial, merge_each, nothing_seen
 from longspan.attn.comm import Message
 from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan, Reads, on_device
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Relation, Run, SpanShards, clip, num_tokens, relate
+from longspan.core.runs import Relation, Run, SpanShards, Visibility, clip, num_tokens, relate
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
@@ -51,21 +51,17 @@ class MemberPart:
         """The position of the group's first query. None without queries."""
         return min((runs[0].start for runs in self.q_runs if runs), default=None)
 
-    def visible(self, kv_rank: int, window: int | None, q_rank: int | None, stop: int | None) -> tuple[Run, ...]:
+    def visible(self, kv_rank: int, visibility: Visibility, q_rank: int | None, stop: int | None) -> tuple[Run, ...]:
         """Return the runs of `kv_rank` before `stop` that some query of `q_rank`, or of any member, can still see."""
         q_runs = self.q_runs if q_rank is None else self.q_runs[q_rank : q_rank + 1]
         first = min((runs[0].start for runs in q_runs if runs), default=None)
-        return () if first is None else clip(self.kv_runs[kv_rank], _first_visible(first, window), stop)
+        return () if first is None else clip(self.kv_runs[kv_rank], visibility.first(first), stop)
 
     @property
     def is_in_order(self) -> bool:
         """Whether the queries of each member follow the queries of the member before it, as in a chain."""
         runs = [run for member_runs in self.q_runs for run in member_runs]
         return all(run.stop == following.start for run, following in itertools.pairwise(runs))
-
-
-def _first_visible(query: int, window: int | None) -> int:
-    return 0 if window is None else max(0, query - window + 1)
 
 
 class MemberParts(Sequence[MemberPart]):
@@ -92,21 +88,23 @@ class MemberParts(Sequence[MemberPart]):
             self._cache[key] = make()
         return cast("Value", self._cache[key])
 
-    def needed(self, kv_rank: int, window: int | None) -> PartRuns:
+    def needed(self, kv_rank: int, visibility: Visibility) -> PartRuns:
         """Return the runs of each part that `kv_rank` holds and some query of the group can still see."""
-        return self.once(("needed", kv_rank, window), lambda: [p.visible(kv_rank, window, None, None) for p in self])
+        return self.once(
+            ("needed", kv_rank, visibility), lambda: [p.visible(kv_rank, visibility, None, None) for p in self]
+        )
 
-    def cached(self, kv_rank: int, window: int | None, q_rank: int | None = None) -> PartRuns:
+    def cached(self, kv_rank: int, visibility: Visibility, q_rank: int | None = None) -> PartRuns:
         """Return the runs before the span that `kv_rank` holds and some query of `q_rank`, or any, can still see."""
-        key = ("cached", kv_rank, window, q_rank)
-        return self.once(key, lambda: [part.visible(kv_rank, window, q_rank, part.span_start) for part in self])
+        key = ("cached", kv_rank, visibility, q_rank)
+        return self.once(key, lambda: [part.visible(kv_rank, visibility, q_rank, part.span_start) for part in self])
 
-    def visible(self, q_rank: int, kv_rank: int, window: int | None) -> tuple[int, ...]:
+    def visible(self, q_rank: int, kv_rank: int, visibility: Visibility) -> tuple[int, ...]:
         """Return the indices of the parts in which queries of `q_rank` may see keys of `kv_rank`."""
-        return self.once(("visible", q_rank, kv_rank, window), lambda: self._visible(q_rank, kv_rank, window))
+        return self.once(("visible", q_rank, kv_rank, visibility), lambda: self._visible(q_rank, kv_rank, visibility))
 
-    def _visible(self, q_rank: int, kv_rank: int, window: int | None) -> tuple[int, ...]:
-        needed = self.needed(kv_rank, window)
+    def _visible(self, q_rank: int, kv_rank: int, visibility: Visibility) -> tuple[int, ...]:
+        needed = self.needed(kv_rank, visibility)
         return tuple(index for index, part in enumerate(self) if part.q_runs[q_rank] and needed[index])
 
     def num_queries(self, q_rank: int, indices: tuple[int, ...]) -> tuple[int, ...]:
@@ -124,16 +122,20 @@ class MemberParts(Sequence[MemberPart]):
             return slice(slices[0].start, slices[-1].stop)
         return on_device([torch.tensor([row for rows in slices for row in range(rows.start, rows.stop)])], device)[0]
 
-    def plan(self, indices: tuple[int, ...], q_rank: int, kv_rank: int, kv: PagedKv, window: int | None) -> PagedPlan:
+    def plan(
+        self, indices: tuple[int, ...], q_rank: int, kv_rank: int, kv: PagedKv, visibility: Visibility
+    ) -> PagedPlan:
         """Plan the reads of single queries of `q_rank` in these parts. `kv_rank` is this member."""
-        key = ("plan", indices, q_rank, kv_rank, window)
-        return self.once(key, lambda: self._plan(indices, q_rank, kv_rank, kv, window))
+        key = ("plan", indices, q_rank, kv_rank, visibility)
+        return self.once(key, lambda: self._plan(indices, q_rank, kv_rank, kv, visibility))
 
-    def _plan(self, indices: tuple[int, ...], q_rank: int, kv_rank: int, kv: PagedKv, window: int | None) -> PagedPlan:
+    def _plan(
+        self, indices: tuple[int, ...], q_rank: int, kv_rank: int, kv: PagedKv, visibility: Visibility
+    ) -> PagedPlan:
         reads = []
         for part in (self[index] for index in indices):
             position, runs = part.q_runs[q_rank][0].start, part.kv_runs[kv_rank]
-            start, stop = num_before(runs, _first_visible(position, window)), num_before(runs, position + 1)
+            start, stop = num_before(runs, visibility.first(position)), num_before(runs, position + 1)
             reads.append(Reads(blocks=part.blocks, start=start, stop=stop))
         return self.backend.plan(reads, kv)
 
@@ -214,10 +216,11 @@ def attend_runs(  # noqa: PLR0917 - queries and keys, each with positions
     With `dense` the scores that causality hides are computed and masked, and every query then sees some key.
     """
     results = []
-    for q_run, rows in split_runs(q, q_runs):
+    pieces = [piece for run in q_runs for piece in spec.visibility.pieces(run)]
+    for q_run, rows in split_runs(q, pieces):
         partials = [
             backend.attend(rows, k[:, start:stop], v[:, start:stop], relation, spec, dense=dense)
-            for start, stop, relation in _visible(q_run, kv_runs, spec.window)
+            for start, stop, relation in _visible(q_run, kv_runs, spec.visibility)
         ]
         if len(partials) > 1:
             out, lse = merge_each(partials)
@@ -232,16 +235,19 @@ def concatenated(partials: Sequence[Partial]) -> Partial:
     return torch.cat([out for out, _ in partials], dim=1), torch.cat([lse for _, lse in partials], dim=1)
 
 
-def _visible(q_run: Run, kv_runs: Sequence[Run], window: int | None) -> list[tuple[int, int, Relation]]:
-    """List stretches of keys that the run sees, `(start, stop, relation)`. Adjacent ones seen in full are joined."""
+def _visible(q_run: Run, kv_runs: Sequence[Run], visibility: Visibility) -> list[tuple[int, int, Relation]]:
+    """List stretches of keys that a piece of a run sees, `(start, stop, relation)`.
+
+    Adjacent stretches that all its queries see in full are joined.
+    """
     stretches: list[tuple[int, int, Relation]] = []
-    offset = 0
+    first, stop = visibility.first(q_run.start), 0
     for run in kv_runs:
-        relation = relate(q_run, run, window)
-        stop = offset + len(run)
-        if relation.kind == "full" and stretches and stretches[-1][1] == offset and stretches[-1][2].kind == "full":
-            stretches[-1] = (stretches[-1][0], stop, relation)
-        elif relation.kind != "skip":
-            stretches.append((offset, stop, relation))
-        offset = stop
+        stop += len(run)
+        for keys in clip((run,), first):
+            start, relation = stop - len(keys), relate(q_run, keys, visibility.window)
+            if relation.kind == "full" and stretches and stretches[-1][1] == start and stretches[-1][2].kind == "full":
+                stretches[-1] = (stretches[-1][0], stop, relation)
+            elif relation.kind != "skip":
+                stretches.append((start, stop, relation))
     return stretches

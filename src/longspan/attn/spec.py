@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+from longspan.core.runs import Visibility
 
 if TYPE_CHECKING:
     from longspan.core.splits import HeadShare
@@ -16,7 +19,8 @@ class AttnSpec:
     """The attention of one layer.
 
     `scale` multiplies the scores. `softcap` c turns a scaled score s into `c * tanh(s / c)`. `window` is the sliding
-    window W of Hugging Face: a key is visible iff `0 <= query_position - key_position < W` (None: no limit).
+    window W of Hugging Face: a key is visible iff `0 <= query_position - key_position < W` (None: no limit). `chunk` is
+    the chunk size C of Llama 4: a key before the query is visible iff `position // C` of both is equal.
     """
 
     num_heads: int
@@ -25,6 +29,11 @@ class AttnSpec:
     scale: float
     window: int | None
     softcap: float | None
+    chunk: int | None = None
+
+    @cached_property
+    def visibility(self) -> Visibility:
+        return Visibility(window=self.window, chunk=self.chunk)
 
     def of_heads(self, share: HeadShare) -> AttnSpec:
         return replace(self, num_heads=len(share.heads), num_kv_heads=len(share.kv_heads))

@@ -5,7 +5,9 @@ This module does not import transformers.
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 
 from longspan.attn.spec import AttnSpec
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+CHUNKED = "chunked_attention"
+LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED}
 """The supported `layer_types` of a configuration."""
 _PROBE = (0, 1, 5, 17, 400)
 _LENGTHS = re.compile("position|context|length|floor|window|chunk")
@@ -55,7 +58,8 @@ def read_spec(
         if value is not None and name not in _HARMLESS and not name.startswith("output_")
     )
     layer_types = getattr(getattr(module, "config", None), "layer_types", None) or ()
-    odd_types = ", ".join(sorted(set(layer_types) - LAYER_TYPES))
+    chunk = _chunk_size(module)
+    odd_types = ", ".join(sorted(set(layer_types) - (LAYER_TYPES if chunk else LAYER_TYPES - {CHUNKED})))
     problems = {
         f"has attention arguments unknown to longspan ({unknown})": bool(unknown),
         "builds its own attention mask": attention_mask is not None,
@@ -73,7 +77,25 @@ def read_spec(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=sliding_window,
         softcap=softcap,
+        chunk=chunk if chunk and layer_types and layer_types[module.layer_idx] == CHUNKED else None,
     )
+
+
+def _chunk_size(module: nn.Module) -> int | None:
+    """Return the chunk size of a model's chunked layers, or None if it is not known.
+
+    transformers passes it to its mask only, which longspan does not build. So the configuration states it, and it is
+    valid if the model's code makes this mask.
+    """
+    size = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+    has_mask = hasattr(sys.modules.get(type(module).__module__), "create_chunked_causal_mask")
+    return size if has_mask and hasattr(module, "layer_idx") and isinstance(size, int) and size > 0 else None
+
+
+def reads_cached_length(module: nn.Module) -> bool:
+    """Return True if the code of a module's class reads the length of its cache."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "get_seq_length" in code.co_names
 
 
 def rope_dicts(config: object) -> Iterator[Mapping[str, Any]]:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from longspan.attn.spec import AttnSpec, as_output
+from longspan.model.cached_lengths import give_cached_lengths
 from longspan.model.files import ModelFiles
 from longspan.model.shard import Shard
-from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
+from longspan.model.skeleton import build_skeleton, decoder_layers, load_config, trunk_base
 from longspan.model.step import Attend, CurrentStep, Reduce, StepState
 from longspan.model.store import DTYPES, StoredTensors
 from longspan.model.trunk import LayerTrunk, SingleTokenTrunk
@@ -84,11 +85,16 @@ class Model:
         self._current = CurrentStep()
         self._stored = StoredTensors(files.weights, device) if stored is None else stored
         self.info = self._stored.info
-        self.shard = Shard(index=tp_index, size=tp, specs=self.info.specs)
+        transposed = frozenset[str]()
+        if tp > 1:
+            from longspan.model.sharding import transposed_experts  # noqa: PLC0415 - only with tensor parallelism
+
+            transposed = transposed_experts(self.module)
+        self.shard = Shard(index=tp_index, size=tp, specs=self.info.specs, transposed=transposed)
         self.specs = self.shard.local_specs
         self.first_kv_heads = tuple(self.shard.share(spec).kv_heads.start for spec in self.info.specs)
         is_whole = layers is None or len(layers) == self.info.num_layers
-        decoder = decoder_layers(self.module)
+        decoder, self._base = decoder_layers(self.module), trunk_base(self.module)
         own = {layer: decoder[layer] for layer in (range(len(decoder)) if layers is None else layers)}
         # a small copy of a model lacks the weights of some layers, which return their input
         self.layers = {number: layer for number, layer in own.items() if next(layer.parameters(), None) is not None}
@@ -107,6 +113,7 @@ class Model:
             from longspan.model.longrope import pin_longrope  # noqa: PLC0415 - few models have it
 
             pin_longrope(self.module, self.info.rope_switch_length, self._current)
+        give_cached_lengths(self.layers.values())
         if tp > 1:
             from longspan.model.sharding import sum_partial_results  # noqa: PLC0415 - only with tensor parallelism
 
@@ -126,10 +133,9 @@ class Model:
     @torch.no_grad()
     def rotary(self, positions: Tensor, rope_lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Compute cosines and sines `[1, tokens, rotary_dim]`. See `Rows` for the arguments."""
-        base = getattr(self.module, self.module.base_model_prefix)
         like = torch.empty(1, 0, 0, dtype=self.module.dtype, device=positions.device)
         with self._current.during(StepState(rope_lengths=rope_lengths)):
-            cos, sin = base.rotary_emb(like, positions[None])
+            cos, sin = self._base.rotary_emb(like, positions[None])
         return cos, sin
 
     @torch.no_grad()
@@ -140,10 +146,9 @@ class Model:
         """
         from longspan.model.stages import recorded_arguments  # noqa: PLC0415 - only for layerwise exchanges
 
-        base = getattr(self.module, self.module.base_model_prefix)
         row = {"input_ids": torch.zeros_like(positions)[None], "position_ids": positions[None]}
         with self._current.during(StepState(rope_lengths=rope_lengths)), recorded_arguments(self.layers) as arguments:
-            base(**row, use_cache=False, attend=None)
+            self._base(**row, use_cache=False, attend=None)
         return arguments
 
     def stored_attention(self, layer: int) -> dict[str, Tensor]:

@@ -35,6 +35,7 @@ from longspan.model.step import Attend, KvSlots, RecordedSums, Reduce, SampledTo
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
+    from longspan.core.runs import Visibility
     from longspan.core.steps import Link
 
 _log = logging.getLogger("longspan")
@@ -63,9 +64,9 @@ class _Size:
     rows: int
     context: int
 
-    def num_blocks(self, window: int | None, block_size: int) -> int:
-        """Return the space for blocks, of all rows. Contexts end, and windows begin, inside blocks."""
-        context = self.context if window is None else min(self.context, window)
+    def num_blocks(self, max_keys: int | None, block_size: int) -> int:
+        """Return the space for blocks, of all rows. Contexts end, and windows and chunks begin, inside blocks."""
+        context = self.context if max_keys is None else min(self.context, max_keys)
         return self.rows * (-(-context // block_size) + 1)
 
 
@@ -74,8 +75,8 @@ class GraphStep:
 
     Args:
         forward: computes the rows of all tokens, layer by layer.
-        specs: the attention of each layer by number. The backend can record it. Layers with the same window read the
-            same KV.
+        specs: the attention of each layer by number. The backend can record it. Layers with the same visibility
+            read the same KV.
         width: the elements of the hidden states from the stage before. 0 for the first stage.
         is_shared: the results are summed over the ranks of tensor parallelism.
     """
@@ -94,7 +95,7 @@ class GraphStep:
         self._forward, self._specs, self._recording, self._device = forward, specs, recording, device
         self._dtype, self._width, self._is_shared = dtype, width, is_shared
         self._places = {layer: place for place, layer in enumerate(specs)}
-        self._first_layers = {spec.window: self._places[layer] for layer, spec in reversed([*specs.items()])}
+        self._first_layers = {spec.visibility: self._places[layer] for layer, spec in reversed([*specs.items()])}
         self._kv: Sequence[PagedKv] = ()
         self._sums: RecordedSums | None = None
         self._graphs: dict[_Size, _Graph] = {}
@@ -222,11 +223,12 @@ class GraphStep:
             self._kv = kv
 
     def _size(self, num_rows: int, num_blocks: Sequence[int]) -> _Size:
-        """Return the smallest size with space for `num_rows` tokens, and for the blocks that they read per window."""
+        """Return the smallest size with space for `num_rows` tokens, and for the blocks that they read per plan."""
         size = _Size(_padded_rows(num_rows), _MIN_CONTEXT)
-        for window, number in zip(self._first_layers, num_blocks, strict=True):
-            while size.num_blocks(window, self._kv[0].block_size) < number:
-                assert window is None or size.context < window, "a query reads no block before its window"
+        for visibility, number in zip(self._first_layers, num_blocks, strict=True):
+            max_keys = visibility.max_keys
+            while size.num_blocks(max_keys, self._kv[0].block_size) < number:
+                assert max_keys is None or size.context < max_keys, "a query reads no block before its first key"
                 size = _Size(size.rows, size.context * _CONTEXT_FACTOR)
         return size
 
@@ -234,10 +236,10 @@ class GraphStep:
         """Fill the inputs of the graph of a size. Record it if it is new. Return None if that is not possible."""
         graph = self._graphs.get(size) or self._new_graph(size)
         arrays, padding = [*inputs], [*_INPUT_PADDING]
-        for arrays_of_window in splits:
-            *_, of_query = arrays_of_window
-            arrays += arrays_of_window
-            padding += *[0] * (len(arrays_of_window) - 1), of_query[-1] if len(of_query) else 0
+        for arrays_of_plan in splits:
+            *_, of_query = arrays_of_plan
+            arrays += arrays_of_plan
+            padding += *[0] * (len(arrays_of_plan) - 1), of_query[-1] if len(of_query) else 0
         graph.inputs.fill(arrays, padding)
         if graph.replay is None and not self._record(graph):
             return None
@@ -249,8 +251,8 @@ class GraphStep:
         hidden = None
         if self._width:
             hidden = torch.zeros(1, size.rows, self._width, dtype=self._dtype, device=self._device)
-        for window in self._first_layers if size.context else ():
-            num_blocks = size.num_blocks(window, block_size)
+        for visibility in self._first_layers if size.context else ():
+            num_blocks = size.num_blocks(visibility.max_keys, block_size)
             sizes += *[num_blocks] * 3, *[max_splits(num_blocks, size.rows, block_size)] * 3, size.rows + 1
         return _Graph(inputs=NumberBuffer(sizes, self._device), hidden=hidden)
 
@@ -294,9 +296,9 @@ class GraphStep:
         if not splits:
             return self._attend_between
         plans = [_StaticPlan(PagedSplits(*splits[start : start + size])) for start in range(0, len(splits), size)]
-        by_window = dict(zip(self._first_layers, plans, strict=True))
+        by_visibility = dict(zip(self._first_layers, plans, strict=True))
         kv = {layer: self._kv[place] for layer, place in self._places.items()}
-        return _GraphAttend(self._recording.backend, kv, self._specs, by_window, blocks, offsets)
+        return _GraphAttend(self._recording.backend, kv, self._specs, by_visibility, blocks, offsets)
 
     def _attend_between(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.empty_like(q)
@@ -365,7 +367,7 @@ class _GraphAttend:
     backend: AttentionBackend
     kv: Mapping[int, PagedKv]
     specs: Mapping[int, AttnSpec]
-    plans: Mapping[int | None, PagedPlan]
+    plans: Mapping[Visibility, PagedPlan]
     blocks: Tensor
     offsets: Tensor
 
@@ -378,7 +380,7 @@ class _GraphAttend:
 
     def attend_stored(self, layer: int, q: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
         spec = self.specs[layer]
-        return self.backend.attend_paged(q, self.kv[layer], self.plans[spec.window], spec)[0]
+        return self.backend.attend_paged(q, self.kv[layer], self.plans[spec.visibility], spec)[0]
 
 
 def _padded_rows(number: int) -> int:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from longspan.attn.spec import AttnSpec
-from longspan.attn.spec_reader import LAYER_TYPES, UnsupportedAttentionError, read_spec, rope_dicts
+from longspan.attn.spec_reader import CHUNKED, LAYER_TYPES, UnsupportedAttentionError, read_spec, rope_dicts
 from longspan.model.files import ModelError
 from longspan.model.info import ModelInfo
 from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
@@ -41,7 +41,9 @@ def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
     if getattr(config, "quantization_config", None) is not None:
         yield "its weights are quantised; use the unquantised checkpoint"
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
-        yield f"it has layers of type {', '.join(unknown)}; longspan serves full and sliding-window attention"
+        yield f"it has layers of type {', '.join(unknown)}; longspan serves full, sliding-window and chunked attention"
+    if CHUNKED in (getattr(config, "layer_types", None) or ()) and not getattr(config, "attention_chunk_size", None):
+        yield f"it has layers of type {CHUNKED} without an attention_chunk_size"
     if getattr(config, "num_hidden_layers", None) == 0:
         yield "its configuration states no layers"
     if getattr(config, "kv_lora_rank", None):

@@ -15,11 +15,16 @@ from longspan.model.files import ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The part of a model that one of `size` ranks computes. `specs` describe the whole model."""
+    """The part of a model that one of `size` ranks computes. `specs` describe the whole model.
+
+    Attributes:
+        transposed: names of modules with stacked experts `[experts, inputs, outputs]`.
+    """
 
     index: int
     size: int
     specs: tuple[AttnSpec, ...]
+    transposed: frozenset[str] = frozenset()
 
     @property
     def local_specs(self) -> tuple[AttnSpec, ...]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.attn.spec import AttnSpec
 from longspan.core.splits import cut_evenly
@@ -50,8 +50,12 @@ def pieces(shard: Shard, name: str, shape: torch.Size) -> tuple[int, tuple[range
     spec = shard.specs[int(layer[1])]
     module, _, kind = name.rpartition(".")
     leaf = kind if kind.endswith("_proj") else module.rpartition(".")[2]  # an expert's own parameter, or a module
-    is_attention = _ATTENTION.search(name) is not None
-    cut = _of_attention(shard, leaf, shape, spec) if is_attention else _of_feed_forward(shard, leaf, shape)
+    if _ATTENTION.search(name) is not None:
+        cut = _of_attention(shard, leaf, shape, spec)
+    elif module in shard.transposed:
+        cut = _of_transposed(shard, leaf, shape)
+    else:
+        cut = _of_feed_forward(shard, leaf, shape)
     if cut is None and len(shape) > 1 and shape.numel() != spec.head_dim and not _WHOLE.search(name):
         raise ModelError(f"it is not known how to cut {name}")
     return cut
@@ -97,6 +101,29 @@ def _of_feed_forward(shard: Shard, leaf: str, shape: torch.Size) -> tuple[int, t
         case "down_proj":  # [hidden, inner] or [experts, hidden, inner]
             return len(shape) - 1, (_even(shard, shape[-1]),)
     return None
+
+
+def _of_transposed(shard: Shard, leaf: str, shape: torch.Size) -> tuple[int, tuple[range, ...]] | None:
+    """Cut stacked experts `[experts, inputs, outputs]` by the inner dimension."""
+    match leaf:
+        case "gate_up_proj":  # [experts, hidden, 2 * inner], gate before up
+            gate, inner = _even(shard, shape[2] // 2), shape[2] // 2
+            return 2, (gate, range(gate.start + inner, gate.stop + inner))
+        case "down_proj":  # [experts, inner, hidden]
+            return 1, (_even(shard, shape[1]),)
+    return None
+
+
+def transposed_experts(module: nn.Module) -> frozenset[str]:
+    """Return the names of the modules with stacked experts `[experts, inputs, outputs]`."""
+    return frozenset(name for name, part in module.named_modules() if _is_transposed(part))
+
+
+def _is_transposed(part: Any) -> bool:  # noqa: ANN401 - a module, whatever its class
+    gate_up, down = (getattr(part, name, None) for name in ("gate_up_proj", "down_proj"))
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or gate_up.ndim != 3:
+        return False
+    return gate_up.shape[2] == 2 * down.shape[1]  # else both are the hidden size
 
 
 def _added_once(shard: Shard, shape: torch.Size) -> tuple[int, tuple[range, ...]]:

@@ -2,7 +2,7 @@
 
 A copy keeps the number of layers, the order of their kinds, widths, heads and experts, since faults of a split depend
 on them. Only the first layer of each kind in each pipeline stage has weights. All other layers return their input. The
-vocabulary and the sliding windows are small, and the weights are random.
+vocabulary, the sliding windows and the chunks are small, and the weights are random.
 
 If the copy would have more than `_MAX_WEIGHTS` weights, its widths are divided by a power of two. Head sizes are
 divided too if RoPE allows it. The numbers of heads and experts stay. A divided width is a multiple of 8, or of 8
@@ -38,7 +38,7 @@ _MAX_WEIGHTS = 64 << 20
 _VOCAB_SIZE = 64
 _SLOPE = 0.7
 """The last outputs of a matrix are `exp(2 * 0.7)` = 4 times as large as the first."""
-_LENGTHS = {"sliding_window": 5, "original_max_position_embeddings": 8, "floor_scale": 4}
+_LENGTHS = {"sliding_window": 5, "original_max_position_embeddings": 8, "floor_scale": 4, "attention_chunk_size": 5}
 """Upper bounds of lengths in tokens, so that prompts of a dozen tokens exceed them."""
 _DIVISORS = (2, 4, 8, 16, 32, 64)
 _ALIGNED = 8
@@ -166,7 +166,10 @@ def _kind(layer: nn.Module) -> Iterator[object]:
     for name, module in layer.named_modules():
         yield name, type(module)
         yield from (
-            (key, value) for key, value in vars(module).items() if key != "training" and isinstance(value, bool | str)
+            (key, value)
+            for key, value in vars(module).items()
+            if key not in ("training", "layer_idx")
+            and (isinstance(value, str) or (isinstance(value, int) and value in (0, 1)))
         )
     for name, weight in layer.named_parameters():
         yield name, tuple(weight.shape)

@@ -85,5 +85,10 @@ def trunk_path(model: PreTrainedModel) -> str:
     return path.rpartition(".")[0]
 
 
+def trunk_base(model: PreTrainedModel) -> nn.Module:
+    """Return the model below the output head. Not every class states its name in `base_model_prefix`."""
+    return model.get_submodule(trunk_path(model).partition(".")[0])
+
+
 def _has_index(layer: nn.Module, index: int) -> bool:
     return any(getattr(module, "layer_idx", None) == index for module in layer.modules())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.attn.paged import PagedKv, on_device
-from longspan.model.skeleton import trunk_path
+from longspan.model.skeleton import trunk_base, trunk_path
 from longspan.model.step import Attend, CurrentStep, RecordedSums, Reduce, Rows, SingleTokens, StepState, put_sampled
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class LayerTrunk:
 
     def __init__(self, module: PreTrainedModel, stage: Stage | None, step: CurrentStep, device: torch.device) -> None:
         self._module, self._stage, self._current, self._device = module, stage, step, device
-        self._path = trunk_path(module)
+        self._path, self._base = trunk_path(module), trunk_base(module)
         module.get_submodule(self._path).register_forward_hook(self._keep_output)
 
     @torch.no_grad()
@@ -74,7 +74,7 @@ class LayerTrunk:
         state = StepState(rope_lengths=rope_lengths, hidden=hidden, reduce=reduce)
         with self._current.during(state):
             if stage is not None and not stage.is_last:
-                getattr(module, module.base_model_prefix)(**arguments)
+                self._base(**arguments)
                 assert state.passed is not None, "the model has called its last layer"
                 return Output(result=state.passed)
             logits: Tensor = module(logits_to_keep=keep, **arguments).logits[0]

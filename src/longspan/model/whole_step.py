@@ -18,6 +18,7 @@ from longspan.attn.backends.native import NativeCpu
 from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.model.fused import COST, FusedLayer, Product, Rotary, check_known, check_rows, norm_of, spread
+from longspan.model.skeleton import trunk_base
 from longspan.model.step import Attend, SingleTokens
 from longspan.native.chain import Args, Chain, LinearArgs, PagedArgs, StoreArgs, fields
 
@@ -49,7 +50,7 @@ class WholeStep:
     """
 
     def __init__(self, module: PreTrainedModel, layers: Sequence[FusedLayer], head: Product, rotary: RotaryOf) -> None:
-        base = getattr(module, module.base_model_prefix)
+        base = trunk_base(module)
         check_known(module, base)
         self._norm, epsilon = norm_of(base.norm)  # keeps the memory: the kernel has its address only
         self._embeddings = module.get_input_embeddings().weight

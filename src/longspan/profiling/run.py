@@ -121,7 +121,7 @@ def measure(
         if lengths is None and quick:
             lengths = quick_lengths(capacity.max_model_len)
         prompts = _prompts(lengths, capacity)
-        has_full_attention = all(spec.window is None for spec in llm.info.specs)
+        has_full_attention = all(spec.visibility.max_keys is None for spec in llm.info.specs)
 
         def missing(profile: Profile, sizes: set[int], link_class: LinkClass) -> list[Prefill | Decode]:
             return all_missing(profile, sizes, prompts, capacity, repeats, link_class, sparse=has_full_attention)

@@ -150,7 +150,7 @@ class StepAttention:
         if not len(parts) == len(packed.slots.rows) == num_tokens:
             return None
         rows, specs = tuple(range(num_tokens)), [self._specs[layer] for layer in self._pool.layers]
-        return [parts.plan(rows, 0, 0, kv, spec.window) for kv, spec in zip(self._pool.kv, specs, strict=True)]
+        return [parts.plan(rows, 0, 0, kv, spec.visibility) for kv, spec in zip(self._pool.kv, specs, strict=True)]
 
     def arguments_alone(self, layer: int) -> Arguments:
         """Return a layer's arguments for the first `num_alone` packed tokens, without the tokens of layerwise parts."""
@@ -195,7 +195,7 @@ class StepAttention:
             self._pieces = HostPieces(self._host.staging)
         kv, pieces = self._host.layer(layer), self._pieces
         source = HostSource(parts=channel.hosted, member=channel.rank, kv=kv, pieces=pieces)
-        source.prefetch(self._specs[layer].window)
+        source.prefetch(self._specs[layer].visibility)
         return source
 
     def _start_next(self) -> None:

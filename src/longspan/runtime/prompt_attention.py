@@ -19,7 +19,7 @@ from longspan.attn.gathered import GatheredPart, by_position
 from longspan.attn.member import MemberPart
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Run, SpanShards, coalesce, num_tokens, positions
+from longspan.core.runs import Run, SpanShards, Visibility, coalesce, num_tokens, positions
 from longspan.core.steps import Part, Scored
 
 MAX_QUERIES = 64
@@ -58,7 +58,7 @@ class PromptAttention:
         where = parts.once(("rated keys", index), lambda: self._positions(part.kv_runs[call.group.rank]))
         if call.host is not None:
             k, where = self._with_hosted(call, index, k, where)
-        hidden = hidden_keys(at, where, spec.window)
+        hidden = hidden_keys(at, where, spec.visibility)
         lse = _total(call.group, _lse(q, k, hidden, spec))
         self._sums[request_id].index_add_(0, where, _weights(q, k, hidden, lse, spec))
 
@@ -79,7 +79,7 @@ class PromptAttention:
             q = torch.cat([queries[:, own] for queries, own in zip(part.q, rows, strict=True)], dim=1)
             k, runs = by_position(part.kv_runs, part.k), coalesce(chain.from_iterable(part.kv_runs))
             where = self._positions(runs)
-            hidden = hidden_keys(at, where, spec.window)
+            hidden = hidden_keys(at, where, spec.visibility)
             weights = _weights(q, k, hidden, _lse(q, k, hidden, spec), spec)
             self._sums[request_id].index_add_(0, where, weights)
 
@@ -143,10 +143,14 @@ def _keys(blocks: Sequence[int], runs: Sequence[Run], kv: PagedKv) -> Tensor:
     return taken.transpose(0, 1).flatten(1, 2)[:, :number]
 
 
-def hidden_keys(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+def hidden_keys(queries: Tensor, keys: Tensor, visibility: Visibility) -> Tensor:
     """Return `[queries, keys]`: whether a query does not see a key."""
-    distance = queries[:, None] - keys[None]
-    return distance < 0 if window is None else (distance < 0) | (distance >= window)
+    queries, hidden = queries[:, None], keys > queries[:, None]
+    if visibility.window is not None:
+        hidden |= keys <= queries - visibility.window
+    if visibility.chunk is not None:
+        hidden |= keys < queries // visibility.chunk * visibility.chunk
+    return hidden
 
 
 def scores_by_kv_head(q: Tensor, k: Tensor, hidden: Tensor, spec: AttnSpec) -> Iterator[tuple[slice, Tensor]]:

@@ -110,7 +110,8 @@ class TorchCuda(AttentionBackend):
         return out[0].transpose(0, 1), lse[0]
 
     def max_grouped(self, q: Tensor, spec: AttnSpec) -> int:
-        return _MAX_GROUPED if self._forced is None and self._flash_supports(q, spec) else 0
+        is_supported = self._forced is None and spec.chunk is None and self._flash_supports(q, spec)
+        return _MAX_GROUPED if is_supported else 0
 
     def attend_prompts(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[tuple[int, int], ...], spec: AttnSpec
@@ -219,7 +220,7 @@ class TorchCuda(AttentionBackend):
         for spec in specs:
             num_kv_heads, dim, readers = spec.num_kv_heads, spec.head_dim, spec.num_heads // spec.num_kv_heads
             if self._by_cudnn(kv.keys.new_empty(0, dim), spec):
-                longest = min(max_keys, spec.window or max_keys)
+                longest = min(max_keys, spec.visibility.max_keys or max_keys)
                 plans = {*cudnn_plans.all_plans(num_kv_heads, readers, max_queries, longest)}
                 new = {(num_kv_heads, readers, dim, plan) for plan in plans} - made
                 made |= new

@@ -90,7 +90,7 @@ class Call:
 
     def needed(self, kv_rank: int) -> PartRuns:
         """Return the runs of each part that a member holds and some query of the group can still see."""
-        return self.parts.needed(kv_rank, self.spec.window)
+        return self.parts.needed(kv_rank, self.spec.visibility)
 
     def own_kv(self) -> Message:
         return pack_kv(self.parts, self.needed(self.group.rank), self.group.rank, self.kv)
@@ -132,10 +132,10 @@ class Call:
 
     def visible(self, q_rank: int, kv_rank: int) -> tuple[int, ...]:
         """Return the indices of the parts in which queries of `q_rank` may see keys of `kv_rank` or of its host."""
-        on_device = self.parts.visible(q_rank, kv_rank, self.spec.window)
+        on_device = self.parts.visible(q_rank, kv_rank, self.spec.visibility)
         if self.host is None:
             return on_device
-        return tuple(sorted({*on_device, *self.host.parts.visible(q_rank, kv_rank, self.spec.window)}))
+        return tuple(sorted({*on_device, *self.host.parts.visible(q_rank, kv_rank, self.spec.visibility)}))
 
     def own_queries(self, indices: tuple[int, ...]) -> QueryBatch:
         return QueryBatch(self.group.rank, indices, self.q[:, self.parts.rows(indices, self.q.device)])
@@ -174,7 +174,7 @@ class Call:
         if not indices:
             return q, q[..., 0]  # without rows
         if max(counts) == 1:
-            plan = parts.plan(indices, q_rank, rank, self.kv, self.spec.window)
+            plan = parts.plan(indices, q_rank, rank, self.kv, self.spec.visibility)
             return parts.backend.attend_paged(q, self.kv, plan, self.spec)
         if len(indices) > 1 and self.exchange == LOCAL and parts.backend.max_grouped(q, self.spec):
             return self._attend_prompts(batch, counts)

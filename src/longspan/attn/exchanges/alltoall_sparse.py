@@ -57,7 +57,9 @@ def attend_levels(
         ratings: `[kv_heads, tokens]` of each part. None keeps all tokens.
     """
     setting = call.exchange.sparse
-    assert setting is not None and call.spec.window is None, "layers with a window have no distant tokens to drop"
+    assert setting is not None and call.spec.visibility.max_keys is None, (
+        "layers with a window have no distant tokens to drop"
+    )
     if ratings is None:
         setting = setting.exact
     all_ratings: Sequence[Tensor | None] = [None] * len(call.parts) if ratings is None else ratings

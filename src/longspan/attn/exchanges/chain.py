@@ -38,13 +38,13 @@ def chain_start(group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec) -
 
     The transfers do not depend on the layer's projections. Call this before the projections, so that both overlap.
     """
-    rank, peers, window = group.rank, group.peers, spec.window
-    seen = [tuple(parts.cached(rank, window, member)) for member in range(group.size)]
+    rank, peers, visibility = group.rank, group.peers, spec.visibility
+    seen = [tuple(parts.cached(rank, visibility, member)) for member in range(group.size)]
     packed = {runs: pack_kv(parts, runs, rank, kv) for runs in dict.fromkeys(seen)}  # most members see the same keys
     cached = [
         packed[seen[rank]]
         if member == rank
-        else empty_kv_message(parts.cached(member, window, rank), spec.num_kv_heads, kv.keys)
+        else empty_kv_message(parts.cached(member, visibility, rank), spec.num_kv_heads, kv.keys)
         for member in range(group.size)
     ]
     sends, receives = {peer: packed[seen[peer]] for peer in peers}, {peer: cached[peer] for peer in peers}
@@ -78,7 +78,7 @@ def chain(call: Call) -> Sequence[KeysAndValues]:
     if rank + 1 < group.size:
         group.start(sends={rank + 1: grown}, receives={}, hop=1)
     started.cached_arrival.wait()
-    cached = [parts.cached(member, spec.window, rank) for member in range(group.size)]
+    cached = [parts.cached(member, spec.visibility, rank) for member in range(group.size)]
     attend_joined(call, [*cached, new], [*started.cached, grown])
     return list(zip(grown.tensors[::2], grown.tensors[1::2], strict=True))
 

@@ -16,7 +16,9 @@ def local(call: Call) -> None:
     """Attend to the keys on the device, and merge the results over keys on the host."""
     host, parts = call.host, call.parts
     grouped = parts.backend.max_grouped(call.q, call.spec) if host is None else 0
-    batches = [call.own_queries(indices) for indices in parts.once("batches", lambda: _batches(parts, grouped))]
+    batches = [
+        call.own_queries(indices) for indices in parts.once(("batches", grouped), lambda: _batches(parts, grouped))
+    ]
     on_host = host.ask(batches, call.spec) if host is not None else []
     partials = [call.attend_batch(batch) for batch in batches]
     if host is not None:

@@ -2,7 +2,7 @@
 
 In hop h a member computes with the keys of the member h places before it, while the keys of the next hop arrive.
 Members may hold different numbers of keys. Messages have the size of their source and are not padded. Keys that no
-query of the group can see any more (sliding windows) are not sent.
+query of the group can see any more (sliding windows, chunks) are not sent.
 """
 
 from __future__ import annotations
