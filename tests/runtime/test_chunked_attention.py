@@ -31,7 +31,7 @@ SHARING = {
     "decode": DECODES,
     "rotate": ("block", "token"),
 }
-LONG = SamplingParams(temperature=0, max_tokens=2 * CHUNK, ignore_eos=True, output_logits=True)
+LONG = SamplingParams(temperature=0, max_tokens=CHUNK + 2, ignore_eos=True, output_logits=True)
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 
 
@@ -52,8 +52,9 @@ def has_heads(row: Row) -> bool:
 
 def assert_turns_exact(llm: ThreadLLM, oracle: Oracle) -> None:
     """Answer prompts at once, then two more turns, which begin inside a chunk and are longer than one."""
-    assert_all_exact(llm, oracle, prompts_of(1, 17, CHUNK, 202), SHORT)
-    turn = prompts_of(CHUNK)[0]
+    prompts = prompts_of(1, 17, CHUNK, 202)
+    assert_all_exact(llm, oracle, prompts, SHORT)
+    turn = prompts[2]
     for length in (33, 70):
         turn = [*turn, *oracle.complete(turn, 4).token_ids, *prompts_of(length)[0]]
         [output] = assert_all_exact(llm, oracle, [turn], SHORT)
@@ -74,20 +75,19 @@ def test_steps_of_any_length(engines: Engines, folder: Path, oracle4: Oracle, pa
     assert_turns_exact(engines(folder, parallel=parallel, max_num_batched_tokens=max_tokens), oracle4)
 
 
-@pytest.mark.parametrize("parallel", ["1", "2", "tp2", "pp2"])
-@pytest.mark.parametrize("host", [{}, {"host_kv_gib": 0.02}])
+@pytest.mark.parametrize(("parallel", "host"), [("1", 0.02), ("2", None), ("tp2", None), ("pp2", 0.02)])
 def test_preempted_requests_resume(
     engines: Engines,
     folder: Path,
     oracle4: Oracle,
     monkeypatch: pytest.MonkeyPatch,
     parallel: str,
-    host: dict[str, Any],
+    host: float | None,
 ) -> None:
-    """Answers cross two borders of chunks. KV is computed again, or copied back from hosts."""
+    """Answers cross borders of chunks. KV is computed again, or copied back from hosts."""
     monkeypatch.setattr("longspan.resolve.swap_price", lambda *_: None)
-    llm = engines(folder, parallel=parallel, num_gpu_blocks_override=14 if parallel == "2" else 20, **host)
-    outputs = assert_all_exact(llm, oracle4, prompts_of(30, 45, 12, 39, 70, 41), LONG)
+    llm = engines(folder, parallel=parallel, num_gpu_blocks_override=8 if parallel == "2" else 12, host_kv_gib=host)
+    outputs = assert_all_exact(llm, oracle4, prompts_of(30, 45, 12, 39), LONG)
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert all(free == llm.engine.kv.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
 
@@ -111,12 +111,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def test_other_configurations(tmp_path: Path, name: str) -> None:
     config = type(TINY["llama4"]())(**{**TINY["llama4"]().to_dict(), "layer_types": None, **CONFIGS[name]})
     folder = write_checkpoint(config, tmp_path / "model")
+    oracle = Oracle(folder, use_cache=config.attention_chunk_size > 1)  # its cache keeps one token too many
     given = {"skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 48}
     for parallel in ("2", "tp2"):
         with ThreadLLM(str(folder), parallel=parallel, **given) as llm:
             if parallel == "2":
                 llm.set_policy("context", {"threshold": "20"})
-            assert_all_exact(llm, Oracle(folder), prompts_of(1, 17, 150), SHORT)
+            assert_all_exact(llm, oracle, prompts_of(1, 17, 150), SHORT)
 
 
 @pytest.mark.parametrize("parallel", ["1", "2", "tp2"])

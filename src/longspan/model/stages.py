@@ -55,7 +55,7 @@ class Stage:
         if not self.is_first:
             if not info.reads_tokens:
                 width = module.get_input_embeddings().weight.shape[1]
-                module.set_input_embeddings(_NoEmbedding(width, module.dtype))
+                module.set_input_embeddings(_NoEmbedding(width, module.dtype, own[layers.start]))
             own[layers.start].register_forward_pre_hook(self._replace_input, with_kwargs=True)
         if not self.is_last:
             module.set_output_embeddings(nn.Identity())
@@ -135,9 +135,15 @@ class PassThrough(nn.Module):
 class _NoEmbedding(nn.Module):
     """Replaces the embedding in later stages. The first layer's hook discards these hidden states."""
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, first_layer: nn.Module) -> None:
         super().__init__()
         self._width, self._dtype = width, dtype
+        self._first_layer = (first_layer,)  # in a tuple, so that it is not a part of this module
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight of the first layer: some models move tokens to the device of the embedding's weights."""
+        return next(self._first_layer[0].parameters())
 
     def forward(self, tokens: Tensor) -> Tensor:
         return torch.zeros(*tokens.shape, self._width, dtype=self._dtype, device=tokens.device)
