@@ -108,7 +108,7 @@ def test_shares_joined_are_the_whole(folders: dict[str, Path], name: str) -> Non
     for attention, tp in itertools.product(attention_modules(model.module).values(), (2, 3, 5)):
         whole, layer = dict(attention.named_parameters()), attention.layer_idx
         shards = [Shard(index=rank, size=tp, specs=model.info.specs) for rank in range(tp)]
-        path = f"layers.{layer}.self_attn."
+        path = f"model.layers.{layer}.self_attn."
         shares = [{n: shard.cut(path + n, weight) for n, weight in whole.items()} for shard in shards]
         layouts = share_layouts(shards[0], layer, {n: weight.shape for n, weight in whole.items()})
         messages = [share_message(layout, share) for layout, share in zip(layouts, shares, strict=True)]

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from longspan.attn.collectives import Gathering, ReduceScatter
-from longspan.attn.comm import Group, Message, Pending, gather_hops
+from longspan.attn.comm import NORM_HOPS, Group, Message, Pending, gather_hops
 from longspan.attn.gathered import GatheredPart, attend_gathered
 from longspan.attn.member import MemberParts, gather_runs, split_runs
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import Exchange
 from longspan.core.runs import Run, SpanShards, clip, num_tokens, stretch
+from longspan.core.sparse import MAX_PIECES
 from longspan.core.splits import cut_evenly, split_heads
 
 MicroPartition = tuple[SpanShards, ...]
@@ -113,6 +114,15 @@ class GatherHidden:
             scatter.pass_on()
         self._finish()
         return (self._joined([scatter.wait() for scatter in scattered], hidden, dim=0), *self._own_kv())
+
+    def sum(self, number: int, norm: int, term: Tensor) -> Tensor:
+        """Return the sum of all members' terms `[1, tokens, 1]`, for one norm of a micro-partition."""
+        group = self._group
+        messages = {peer: Message.empty([term.shape], term) for peer in group.peers}
+        hop = self._hop(MAX_PIECES) + number * NORM_HOPS + norm
+        group.start(sends=dict.fromkeys(group.peers, Message.of([term])), receives=messages, hop=hop).wait()
+        terms = [messages[member].tensors[0] if member in messages else term for member in range(group.size)]
+        return torch.stack(terms).sum(0)
 
     def _hop(self, number: int) -> int:
         """Return the first hop of a micro-partition: the hops of its all-gather, one of KV, and two of sums."""

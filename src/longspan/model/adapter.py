@@ -90,7 +90,7 @@ class Model:
             from longspan.model.sharding import transposed_experts  # noqa: PLC0415 - only with tensor parallelism
 
             transposed = transposed_experts(self.module)
-        self.shard = Shard(index=tp_index, size=tp, specs=self.info.specs, transposed=transposed)
+        self.shard = Shard.of(self.info, index=tp_index, size=tp, transposed=transposed)
         self.specs = self.shard.local_specs
         self.first_kv_heads = tuple(self.shard.share(spec).kv_heads.start for spec in self.info.specs)
         is_whole = layers is None or len(layers) == self.info.num_layers
@@ -162,7 +162,7 @@ class Model:
     def _attention_paths(self, layer: int) -> dict[str, str]:
         from longspan.model.sharding import attention_modules  # noqa: PLC0415 - only for unsharded weights
 
-        attention = attention_modules(self.module)[layer]
+        attention = attention_modules(self.module, self.shard.roles)[layer]
         [path] = [path for path, module in self.module.named_modules() if module is attention]
         quantised = [f"{name}.weight" for name, part in attention.named_modules() if hasattr(part, "levels")]
         names = (*(name for name, _ in attention.named_parameters()), *quantised)
@@ -172,6 +172,10 @@ class Model:
     def weight_bytes(self) -> int:
         """The bytes of all parameters and buffers."""
         return sum(tensor.nbytes for tensor in (*self.module.parameters(), *self.module.buffers()))
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """Sum a partial result over the ranks of tensor parallelism in the call in progress."""
+        return partial if self.shard.size == 1 else self._current.reduce(partial)
 
     def summed_by(self, reduce: Reduce) -> AbstractContextManager[None]:
         """Sum partial results by `reduce` in calls of single modules inside the block, as `LayerTrunk.run` does."""

@@ -9,6 +9,7 @@ import msgspec
 
 from longspan.attn.spec import AttnSpec
 from longspan.cost.architecture import ModelShape
+from longspan.model.roles import LayerRoles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class ModelInfo:
         layers_return_tuples: each layer returns a tuple that begins with the hidden states.
         passed_width: elements per token between layers. Some models pass several hidden states.
         reads_tokens: layers after the first have arguments, besides hidden states, that depend on tokens.
+        layers_path: the path of the list of layers in the model.
+        roles: in each layer, the roles of its matrices. Empty if they were not observed.
     """
 
     num_layers: int
@@ -35,6 +38,8 @@ class ModelInfo:
     layers_return_tuples: bool
     passed_width: int
     reads_tokens: bool
+    layers_path: str = "model.layers"
+    roles: tuple[LayerRoles, ...] = ()
 
     @property
     def head_layers(self) -> float:

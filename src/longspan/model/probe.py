@@ -18,7 +18,8 @@ from longspan.attn.spec import AttnSpec
 from longspan.attn.spec_reader import CHUNKED, LAYER_TYPES, UnsupportedAttentionError, read_spec, rope_dicts
 from longspan.model.files import ModelError
 from longspan.model.info import ModelInfo
-from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
+from longspan.model.skeleton import build_skeleton, decoder_layers, layers_path, load_config
+from longspan.model.trace import Trace, find_roles
 
 PROBE = "longspan_probe"
 """The name of the attention function in transformers, for models that `gather_info` runs."""
@@ -80,6 +81,7 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
     _check_windows(config, specs)
     with NoProducts():
         observed, swapped = observe(model), observe(model, (1, 0))
+        roles = find_roles(model, specs)
     arguments, others = observed.arguments, swapped.arguments
     return ModelInfo(
         num_layers=config.num_hidden_layers,
@@ -93,6 +95,8 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
         layers_return_tuples=observed.returns_tuples,
         passed_width=observed.passed_width,
         reads_tokens=len(arguments) != len(others) or not all(map(torch.equal, arguments, others)),
+        layers_path=layers_path(model),
+        roles=roles,
     )
 
 
@@ -192,9 +196,12 @@ def _probe(
     attention_mask: Tensor | None,
     *,
     specs: dict[int, AttnSpec] | None = None,
+    traces: dict[int, Trace] | None = None,
     **arguments: object,
 ) -> tuple[Tensor, None]:
     name, layer = type(module).__name__, getattr(module, "layer_idx", None)
+    if traces is not None:
+        return traces[layer].attend(module, query, key, value), None  # type: ignore[index]  # the first run has checked
     if specs is None:
         raise _unsupported(f"{name} does not hand keyword arguments to its attention")
     if layer is None or layer in specs:

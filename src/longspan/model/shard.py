@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,20 +12,59 @@ from torch import Tensor
 from longspan.attn.spec import AttnSpec
 from longspan.core.splits import HeadShare, split_heads
 from longspan.model.files import ModelError
+from longspan.model.info import ModelInfo
+from longspan.model.roles import LayerRoles
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The part of a model that one of `size` ranks computes. `specs` describe the whole model.
+    """The part of a model that one of `size` ranks computes. All other fields describe the whole model.
 
     Attributes:
+        specs: the attention of each layer.
+        layers_path, roles: see `ModelInfo`.
         transposed: names of modules with stacked experts `[experts, inputs, outputs]`.
     """
 
     index: int
     size: int
     specs: tuple[AttnSpec, ...]
+    layers_path: str = "model.layers"
+    roles: tuple[LayerRoles, ...] = ()
     transposed: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, info: ModelInfo, *, index: int = 0, size: int = 1, transposed: frozenset[str] = frozenset()) -> Shard:
+        path, roles = info.layers_path, info.roles
+        return cls(index=index, size=size, specs=info.specs, layers_path=path, roles=roles, transposed=transposed)
+
+    def within(self, *, index: int, size: int) -> Shard:
+        """Return share `index` of `size` of this share."""
+        roles = tuple(
+            replace(own, matrices={path: role.of_share(spec, self.share(spec)) for path, role in own.matrices.items()})
+            for own, spec in zip(self.roles, self.specs, strict=False)
+        )
+        return replace(self, index=index, size=size, specs=self.local_specs, roles=roles)
+
+    def layer_of(self, name: str) -> tuple[int, str] | None:
+        """Return the number of the layer of a parameter or module, and its path in the layer. None if it is in none."""
+        path = re.match(rf"{re.escape(self.layers_path)}\.(\d+)\.(.+)", name)
+        return None if path is None else (int(path[1]), path[2])
+
+    def attention_path(self, layer: int) -> str:
+        """Return the path of a layer's attention module. Rules for names use `self_attn` if it was not observed."""
+        return f"{self.layers_path}.{layer}.{self.roles_in(layer).attention or 'self_attn'}"
+
+    def has_output(self, layer: int) -> bool:
+        """Return False if the output projection is outside of the attention module, or is not cut by heads."""
+        roles = self.roles_in(layer)
+        matrices = roles.matrices.items()
+        return not roles.attention or any(
+            role.sums == "heads" and path.startswith(f"{roles.attention}.") for path, role in matrices
+        )
+
+    def roles_in(self, layer: int) -> LayerRoles:
+        return self.roles[layer] if self.roles else LayerRoles()
 
     @property
     def local_specs(self) -> tuple[AttnSpec, ...]:

@@ -1,34 +1,36 @@
 """Tensor parallelism inside an instance: each rank's slice of each weight, and the sums over ranks.
 
 The rules are our own (heads by `core.splits.split_heads`, feed-forward layers by their inner dimension). The plans of
-transformers' models need sizes that divide. Slices are views of the mapped weights, except for fused projections, whose
-pieces are not contiguous.
+transformers' models need sizes that divide. Roles that `model.trace` found decide, and for all other parameters their
+names. Slices are views of the mapped weights, except for fused projections, whose pieces are not contiguous.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from longspan.attn.spec import AttnSpec
 from longspan.core.splits import cut_evenly
 from longspan.model.files import ModelError
+from longspan.model.roles import LayerRoles, Role
 from longspan.model.shard import Shard
+from longspan.model.skeleton import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
-_ATTENTION = re.compile(r"\.(self_)?att(n|ention)\.")
+_ATTENTION = re.compile(r"(^|\.)(self_)?att(n|ention)\.")
 _WHOLE = re.compile(
-    r"\.(gate|wg|router|router\.layer|router\.proj|shared_expert_gate|per_layer_input_gate|per_layer_projection"
+    r"(^|\.)(gate|wg|router|router\.layer|router\.proj|shared_expert_gate|per_layer_input_gate|per_layer_projection"
     r"|linear_left|linear_right|modality_router|correction_coefs|prediction_coefs)\.weight$"
 )
 """Matrices that every rank has completely: routers and other small matrices."""
@@ -36,6 +38,10 @@ _ALIGNED = (8, 4)
 """Elements in 16 bytes of bfloat16 and of float32."""
 _SUMMED = re.compile(r"\.(o_proj|down_proj|experts)$")
 _NORM = re.compile(r"norm\w*$")
+_COUNT = re.compile(r"heads?$")
+"""Names of numbers of heads in attention modules."""
+_SIZE = re.compile(r"^(?!.*(window|vocab|chunk)|(attention_)?head_).*(dim|size)$")
+"""Names of widths of all heads in attention modules."""
 
 
 def pieces(shard: Shard, name: str, shape: torch.Size) -> tuple[int, tuple[range, ...]] | None:
@@ -44,21 +50,45 @@ def pieces(shard: Shard, name: str, shape: torch.Size) -> tuple[int, tuple[range
     A parameter that joins several projections has several ranges. One rank has the bias that is added to a sum over
     ranks, and the range of all other ranks is empty.
     """
-    layer = _LAYER.search(name)
-    if shard.size == 1 or layer is None:
+    place = shard.layer_of(name)
+    if shard.size == 1 or place is None:
         return None
-    spec = shard.specs[int(layer[1])]
-    module, _, kind = name.rpartition(".")
+    (layer, path), spec = place, shard.specs[place[0]]
+    module, _, kind = path.rpartition(".")
+    if (role := _role(shard, layer, module if kind in ("weight", "bias") else path)) is not None:
+        return _of_role(shard, role, shape, spec)
     leaf = kind if kind.endswith("_proj") else module.rpartition(".")[2]  # an expert's own parameter, or a module
-    if _ATTENTION.search(name) is not None:
+    attention = shard.roles_in(layer).attention
+    if path.startswith(f"{attention}.") if attention else _ATTENTION.search(path) is not None:
         cut = _of_attention(shard, leaf, shape, spec)
-    elif module in shard.transposed:
+    elif name.rpartition(".")[0] in shard.transposed:
         cut = _of_transposed(shard, leaf, shape)
     else:
         cut = _of_feed_forward(shard, leaf, shape)
-    if cut is None and len(shape) > 1 and shape.numel() != spec.head_dim and not _WHOLE.search(name):
+    if cut is None and shape.numel() > max(shape, default=1) and not _WHOLE.search(path):
         raise ModelError(f"it is not known how to cut {name}")
     return cut
+
+
+def _role(shard: Shard, layer: int, module: str) -> Role | None:
+    """Return the role of a matrix by its path in the layer. None if it is unknown, or all ranks have all of it."""
+    return None if _WHOLE.search(f"{module}.weight") else shard.roles_in(layer).matrices.get(module)
+
+
+def _of_role(shard: Shard, role: Role, shape: torch.Size, spec: AttnSpec) -> tuple[int, tuple[range, ...]]:
+    """Cut the weight or the bias of a matrix with a role, or a stack of such weights."""
+    share, dim, last, is_bias = shard.share(spec), spec.head_dim, len(shape) - 1, len(shape) == 1
+    if role.sums:
+        columns = last - role.is_transposed
+        if is_bias:
+            return _added_once(shard, shape)
+        return columns, (_rows(share.heads, dim) if role.sums == "heads" else _even(shard, shape[columns]),)
+    rows = last if role.is_transposed or is_bias else last - 1
+    if role.heads:
+        return rows, tuple(_rows(blocks, dim) for blocks in role.blocks(spec, share))
+    inner = shape[rows] // role.parts
+    own = _even(shard, inner)
+    return rows, tuple(range(own.start + part * inner, own.stop + part * inner) for part in range(role.parts))
 
 
 def _of_attention(shard: Shard, leaf: str, shape: torch.Size, spec: AttnSpec) -> tuple[int, tuple[range, ...]] | None:
@@ -164,32 +194,88 @@ def sum_partial_results(
     shape of an unsharded parameter.
     """
     for name, layer in module.named_modules():
-        if _LAYER.search(name) and _SUMMED.search(name):
+        if (place := shard.layer_of(name)) is None:
+            continue
+        role = _role(shard, *place)
+        if role.sums if role is not None else _SUMMED.search(name):
             layer.register_forward_hook(lambda _layer, _args, output: reduce(output))
-        elif _LAYER.search(f"{name}.") and _NORM.search(name) and getattr(layer, "weight", None) is not None:
+        elif _NORM.search(name) and getattr(layer, "weight", None) is not None:
             total = shape(f"{name}.weight").numel()
             if layer.weight.ndim == 1 and (columns := counted(shard, f"{name}.weight", total)) is not None:
-                layer.register_forward_hook(_summed_norm(layer, columns, total, reduce))
-    for layer, attention in attention_modules(module).items():
-        _set_head_counts(attention, shard.local_specs[layer])
+                shared = SharedNorm(norm=layer, counted=columns, size=columns.stop, total=total)
+                layer.register_forward_hook(_summed_norm(shared, reduce))
+    read_sizes_from_weights(module)
+    for number, attention in attention_modules(module, shard.roles).items():
+        _set_head_counts(attention, shard.specs[number], shard.local_specs[number])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedNorm:
+    """An RMSNorm of which several ranks have a share each.
+
+    Attributes:
+        counted: the columns of this share that this rank adds to the sum over all columns.
+        size: the number of columns of this share.
+        total: the number of columns of all shares.
+    """
+
+    norm: Any
+    counted: slice
+    size: int
+    total: int
+
+
+def shared_norms(
+    attention: Any,  # noqa: ANN401 - of any class
+    path: str,
+    shard: Shard,
+    part: Shard,
+    shapes: Mapping[str, torch.Size],
+) -> list[SharedNorm]:
+    """Return the norms over all heads in an attention module, for a `part` of the rank's share.
+
+    `shapes` are the shapes of the unsharded parameters by their names in the module.
+    """
+    found = []
+    for name, norm in attention.named_modules():
+        weight, full = getattr(norm, "weight", None), f"{path}.{name}.weight"
+        if not _NORM.search(name) or weight is None or weight.ndim > 1:
+            continue
+        columns, total = counted(part, full, weight.numel()), shapes[f"{name}.weight"].numel()
+        if columns is not None:
+            cut = pieces(part, full, weight.shape)
+            assert cut is not None, "it has counted columns"
+            of_rank = counted(shard, full, total)
+            first = 0 if of_rank is None else of_rank.start - cut[1][0].start  # lower ranks count columns before it
+            columns = slice(min(max(columns.start, first), columns.stop), columns.stop)
+            found.append(SharedNorm(norm=norm, counted=columns, size=columns.stop, total=total))
+    return found
+
+
+@contextmanager
+def summed_norms(norms: Sequence[SharedNorm], reduce: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Sum the squares of norms over all shares by `reduce` inside the block."""
+    hooks = [shared.norm.register_forward_hook(_summed_norm(shared, reduce)) for shared in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _summed_norm(
-    norm: Any,  # noqa: ANN401 - a module, whatever its class
-    counted: slice,
-    total: int,
-    reduce: Callable[[Tensor], Tensor],
+    shared: SharedNorm, reduce: Callable[[Tensor], Tensor]
 ) -> Callable[[object, tuple[Tensor, ...], Tensor], Tensor]:
-    """Return a hook that rescales the RMSNorm of a share to the RMSNorm of all ranks, by a factor per token."""
-    epsilon: float = getattr(norm, "variance_epsilon", None) or norm.eps
+    """Return a hook that rescales the RMSNorm of a share to the RMSNorm of all shares, by a factor per token."""
+    epsilon: float = getattr(shared.norm, "variance_epsilon", None) or shared.norm.eps
 
     def scaled(_norm: object, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        own = inputs[0].shape[-1]
-        if own == total:  # unsharded weights
+        columns = inputs[0].shape[-1]
+        if columns == shared.total or columns != shared.size:  # unsharded weights, or a part of this share
             return output
         squares = inputs[0].float().square()
-        summed = reduce(squares[..., counted].sum(-1, keepdim=True))
-        factor = ((squares.mean(-1, keepdim=True) + epsilon) / (summed / total + epsilon)).sqrt()
+        summed = reduce(squares[..., shared.counted].sum(-1, keepdim=True))
+        factor = ((squares.mean(-1, keepdim=True) + epsilon) / (summed / shared.total + epsilon)).sqrt()
         return (output * factor).to(output.dtype)
 
     return scaled
@@ -202,25 +288,54 @@ def all_weights(module: Any) -> dict[str, Tensor]:  # noqa: ANN401 - a module, w
     return dict(module.named_parameters()) | levels
 
 
-def attention_modules(module: PreTrainedModel) -> dict[int, Any]:
-    """Return the attention module of each layer of the rank."""
-    parts: Iterator[Any] = module.modules()
-    return {part.layer_idx: part for part in parts if hasattr(part, "o_proj") and hasattr(part, "layer_idx")}
+def attention_modules(module: PreTrainedModel, roles: Sequence[LayerRoles] = ()) -> dict[int, Any]:
+    """Return the attention module of each layer of the rank. Without a role, its output projection is `o_proj`."""
+    found: dict[int, Any] = {}
+    for number, layer in enumerate(decoder_layers(module)):
+        path = roles[number].attention if roles else ""
+        if path and next(layer.parameters(), None) is not None:
+            found[number] = layer.get_submodule(path)
+        else:
+            for part in layer.modules():
+                if hasattr(part, "o_proj") and hasattr(part, "layer_idx"):
+                    found[number] = part
+    return found
 
 
 @contextmanager
-def head_counts(attention: Any, spec: AttnSpec) -> Iterator[None]:  # noqa: ANN401 - a module, whatever its class
-    """Set an attention module's head counts to the counts of `spec` inside the block."""
-    before = {name: vars(attention)[name] for name in ("config", "num_key_value_heads") if name in vars(attention)}
-    _set_head_counts(attention, spec)
+def head_counts(attention: Any, whole: AttnSpec, spec: AttnSpec) -> Iterator[None]:  # noqa: ANN401 - of any class
+    """Set an attention module's numbers of heads from the numbers of `whole` to those of `spec` inside the block."""
+    before = dict(vars(attention))
+    _set_head_counts(attention, whole, spec)
     try:
         yield
     finally:
         vars(attention).update(before)
 
 
-def _set_head_counts(attention: Any, spec: AttnSpec) -> None:  # noqa: ANN401 - a module, whatever its class
-    """Set the counts by which some models cut their fused projections. Other models use shapes."""
+def _set_head_counts(attention: Any, whole: AttnSpec, spec: AttnSpec) -> None:  # noqa: ANN401 - of any class
+    """Set the numbers by which some models cut and join projections. Other models use shapes."""
     config = copy.copy(attention.config)
     config.num_attention_heads, config.num_key_value_heads = spec.num_heads, spec.num_kv_heads
-    vars(attention).update(config=config, num_key_value_heads=spec.num_kv_heads)
+    counts = {whole.num_kv_heads: spec.num_kv_heads, whole.num_heads: spec.num_heads}
+    sizes = {before * whole.head_dim: after * whole.head_dim for before, after in counts.items()}
+    numbers = {name: value for name, value in vars(attention).items() if type(value) is int}
+    changed = {name: counts.get(value, value) for name, value in numbers.items() if _COUNT.search(name)}
+    changed |= {name: sizes.get(value, value) for name, value in numbers.items() if _SIZE.search(name)}
+    vars(attention).update(changed, config=config, num_key_value_heads=spec.num_kv_heads)
+
+
+class _AnyConv1D(Conv1D):
+    """Reads the number of outputs from its weight, which may be a share of the whole."""
+
+    @property
+    def nf(self) -> int:
+        return int(self.weight.shape[1])
+
+
+def read_sizes_from_weights(module: nn.Module) -> None:
+    """Let modules that keep the size of their weight read it from the weight."""
+    for part in module.modules():
+        if type(part) is Conv1D:
+            del part.nf
+            part.__class__ = _AnyConv1D

@@ -28,7 +28,7 @@ from longspan.attn.spec_reader import rope_dicts
 from longspan.model.files import ModelFiles, one_line
 from longspan.model.info import ModelInfo
 from longspan.model.probe import PROBE, observe
-from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
+from longspan.model.skeleton import build_skeleton, decoder_layers, layer_kind, load_config
 from longspan.model.stages import PassThrough
 from longspan.model.store import named_tensors
 
@@ -156,23 +156,9 @@ def _kept(layers: Sequence[nn.Module], specs: Sequence[AttnSpec], stages: Sequen
     for stage in stages:
         first: dict[object, int] = {}
         for layer in stage:
-            first.setdefault((specs[layer], tuple(_kind(layers[layer]))), layer)
+            first.setdefault((specs[layer], tuple(layer_kind(layers[layer]))), layer)
         kept += first.values()
     return kept
-
-
-def _kind(layer: nn.Module) -> Iterator[object]:
-    """Yield the facts by which layers differ, apart from the values of their weights."""
-    for name, module in layer.named_modules():
-        yield name, type(module)
-        yield from (
-            (key, value)
-            for key, value in vars(module).items()
-            if key not in ("training", "layer_idx")
-            and (isinstance(value, str) or (isinstance(value, int) and value in (0, 1)))
-        )
-    for name, weight in layer.named_parameters():
-        yield name, tuple(weight.shape)
 
 
 def _divisors(config: PreTrainedConfig, tp: int) -> Iterator[tuple[int, bool]]:

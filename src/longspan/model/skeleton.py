@@ -78,11 +78,29 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise ModelError(f"{type(model).__name__} does not keep its layers in a list; this architecture is not supported")
 
 
-def trunk_path(model: PreTrainedModel) -> str:
-    """Return the path of the module that calls the layers. The output head reads its output."""
+def layer_kind(layer: nn.Module) -> Iterator[object]:
+    """Yield the facts by which layers differ, apart from the values of their weights."""
+    for name, module in layer.named_modules():
+        yield name, type(module)
+        yield from (
+            (key, value)
+            for key, value in vars(module).items()
+            if key not in ("training", "layer_idx")
+            and (isinstance(value, str) or (isinstance(value, int) and value in (0, 1)))
+        )
+    for name, weight in layer.named_parameters():
+        yield name, tuple(weight.shape)
+
+
+def layers_path(model: PreTrainedModel) -> str:
     layers = decoder_layers(model)
     path: str = next(path for path, module in model.named_modules() if module is layers)
-    return path.rpartition(".")[0]
+    return path
+
+
+def trunk_path(model: PreTrainedModel) -> str:
+    """Return the path of the module that calls the layers. The output head reads its output."""
+    return layers_path(model).rpartition(".")[0]
 
 
 def trunk_base(model: PreTrainedModel) -> nn.Module:

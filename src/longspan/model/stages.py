@@ -58,7 +58,7 @@ class Stage:
                 module.set_input_embeddings(_NoEmbedding(width, module.dtype, own[layers.start]))
             own[layers.start].register_forward_pre_hook(self._replace_input, with_kwargs=True)
         if not self.is_last:
-            module.set_output_embeddings(nn.Identity())
+            module.set_output_embeddings(_NoHead())
             own[layers.stop - 1].register_forward_hook(self._keep_output, with_kwargs=True)
 
     def _replace_input(
@@ -147,6 +147,12 @@ class _NoEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return torch.zeros(*tokens.shape, self._width, dtype=self._dtype, device=tokens.device)
+
+
+class _NoHead(nn.Identity):
+    """Replaces the output head in earlier stages. Some models read its bias when it is set."""
+
+    bias = None
 
 
 @contextmanager

@@ -54,10 +54,11 @@ class Layerwise:
 
     @cached_property
     def _layers(self) -> dict[int, HookedAttention]:
-        modules = attention_modules(self._model.module)
-        if modules.keys() != self._model.layers.keys():
-            raise ModelError("its attention is not supported: it has no o_proj")
-        return {layer: HookedAttention(module, self._model.specs) for layer, module in modules.items()}
+        shard = self._model.shard
+        modules = attention_modules(self._model.module, shard.roles)
+        if modules.keys() != self._model.layers.keys() or not all(map(shard.has_output, modules)):
+            raise ModelError("its attention is not of a known form: no matrix of it reads the outputs of its heads")
+        return {layer: HookedAttention(module, self._model) for layer, module in modules.items()}
 
     @cached_property
     def _host_weights(self) -> HostWeights:

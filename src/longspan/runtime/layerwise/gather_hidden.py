@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -37,7 +38,14 @@ class HiddenLayers:
                 with context.watch.during("attention"):
                     return attend_piece(q, k, v)
 
-            return context.layers[layer].compute(hidden, arguments[number][layer], attend, **share)
+            norms = itertools.count()
+            return context.layers[layer].compute(
+                hidden,
+                arguments[number][layer],
+                attend,
+                lambda term: gathered.sum(number, next(norms), term),
+                **share,
+            )
 
         own, keys, values = gathered.compute(hidden, project)
         channel.store(context.pool, layer, keys, values)

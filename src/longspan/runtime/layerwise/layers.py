@@ -17,10 +17,16 @@ from torch.func import functional_call
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import SpanShards, positions
 from longspan.model.adapter import Model
-from longspan.model.shard import Shard
-from longspan.model.sharding import all_weights, head_counts
+from longspan.model.sharding import (
+    SharedNorm,
+    all_weights,
+    head_counts,
+    read_sizes_from_weights,
+    shared_norms,
+    summed_norms,
+)
 from longspan.model.stages import LayerArguments
-from longspan.model.step import Attend
+from longspan.model.step import Attend, Reduce
 from longspan.runtime.batch import Channel
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm
@@ -34,46 +40,54 @@ Arguments = Mapping[str, Any]
 Weights = Mapping[str, Tensor]
 """The parameters of an attention module, by their names in it."""
 
-NAME = "self_attn"
-"""The name of attention in the paths of its parameters. Sharding rules use these paths."""
-
 
 class HookedAttention:
-    """Replaces the forward of one attention module. `specs` belong to the rank's layers.
+    """Replaces the forward of one attention module of a model.
 
     The model is called with an `Attend`. With layerwise parts, its method `layerwise(layer, hidden) -> output` computes
     the last packed tokens. `num_alone` is the number of tokens before them, or None without such parts. Its method
     `arguments_alone(layer)` returns a layer's arguments for the tokens before.
     """
 
-    def __init__(self, module: nn.Module, specs: tuple[AttnSpec, ...]) -> None:
-        self._module, self._specs = module, specs
+    def __init__(self, module: nn.Module, model: Model) -> None:
         self._layer: int = module.layer_idx  # type: ignore[assignment]  # the probe has checked that it is an int
+        self._module, self._model, self._spec = module, model, model.specs[self._layer]
         self._forward: Callable[..., Any] = module.forward
         self._names = {*inspect.signature(type(module).forward).parameters} - {"self", "hidden_states"}
-        self._shares: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._shares: dict[tuple[int, int], tuple[Weights, AttnSpec]] = {}
+        self._norms: dict[tuple[int, int], list[SharedNorm]] = {}
         module.forward = self._call
+        read_sizes_from_weights(module)
 
     def close(self) -> None:
         self._module.forward = self._forward
 
-    def compute(self, hidden: Tensor, arguments: Arguments, attend: Attend, *, index: int, size: int) -> Tensor:
-        """Return the partial output `[tokens, hidden]` of share `index` of `size` of the heads, for equal `hidden`."""
-        shard = Shard(index=index, size=size, specs=self._specs)
+    def compute(
+        self, hidden: Tensor, arguments: Arguments, attend: Attend, sum_shares: Reduce, *, index: int, size: int
+    ) -> Tensor:
+        """Return the partial output `[tokens, hidden]` of share `index` of `size` of the heads, for equal `hidden`.
+
+        `sum_shares` sums `[1, tokens, 1]` over all shares, for norms over all heads.
+        """
         if (index, size) not in self._shares:
+            shard = self._model.shard.within(index=index, size=size)
             weights = all_weights(self._module).items()
-            cut = {name: shard.cut(f"layers.{self._layer}.{NAME}.{name}", weight) for name, weight in weights}
+            path = shard.attention_path(self._layer)
+            cut = {name: shard.cut(f"{path}.{name}", weight) for name, weight in weights}
             own = dict(self._module.named_parameters())  # a view of a dequantised weight would keep all of it
-            self._shares[index, size] = {name: part if name in own else part.clone() for name, part in cut.items()}
-        spec = shard.local_specs[self._layer]
-        return self.compute_with(self._shares[index, size], spec, hidden, arguments, attend)
+            share = {name: part if name in own else part.clone() for name, part in cut.items()}
+            self._shares[index, size] = share, shard.local_specs[self._layer]
+            shapes = self._model.attention_shapes(self._layer)
+            self._norms[index, size] = shared_norms(self._module, path, self._model.shard, shard, shapes)
+        with summed_norms(self._norms[index, size], lambda term: self._model.reduce(sum_shares(term))):
+            return self.compute_with(*self._shares[index, size], hidden, arguments, attend)
 
     def compute_with(
         self, weights: Weights, spec: AttnSpec, hidden: Tensor, arguments: Arguments, attend: Attend
     ) -> Tensor:
         """Return the output `[tokens, hidden]` with these weights and the heads of `spec`."""
         named = {"hidden_states": hidden[None], **self._own(arguments), "attend": attend}
-        with head_counts(self._module, spec):
+        with head_counts(self._module, self._spec, spec):
             output = functional_call(self._module, dict(weights), (), named)
         return _first(output)[0]
 

@@ -26,7 +26,7 @@ from longspan.core.splits import HeadShare, cut_evenly, split_heads
 from longspan.model.shard import Shard
 from longspan.model.sharding import all_weights, attention_modules, pieces
 from longspan.runtime.batch import Channel
-from longspan.runtime.layerwise.layers import NAME, StepContext, Weights
+from longspan.runtime.layerwise.layers import StepContext, Weights
 from longspan.runtime.step_comm import WEIGHTS
 
 
@@ -94,7 +94,7 @@ class UnshardedLayers:
         context = self._context
         if source == "host":
             return context.host_weights()
-        modules = attention_modules(context.model.module)
+        modules = attention_modules(context.model.module, context.model.shard.roles)
         shapes, connect = context.model.attention_shapes, partial(context.comm.inside, WEIGHTS)
         return PeerWeights(lambda layer: all_weights(modules[layer]), context.model.shard, shapes, connect)
 
@@ -254,7 +254,7 @@ def share_layouts(shard: Shard, layer: int, shapes: Mapping[str, torch.Size]) ->
     for index in range(shard.size):
         layouts.append({})
         for name, shape in shapes.items():
-            if (cut := pieces(replace(shard, index=index), f"layers.{layer}.{NAME}.{name}", shape)) is None:
+            if (cut := pieces(replace(shard, index=index), f"{shard.attention_path(layer)}.{name}", shape)) is None:
                 continue
             dim, ranges = cut
             stops, start, slices = sent_stops.setdefault(name, [0] * len(ranges)), 0, []
