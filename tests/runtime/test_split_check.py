@@ -36,6 +36,11 @@ GATHER_HIDDEN = {
     "policy": "context",
     "policy_options": {"exchange": "gather_hidden", "threshold": "20"},
 }
+HIDDEN_TP = {
+    "parallel": "2xtp2",
+    "policy": "context",
+    "policy_options": {"exchange": "gather_hidden", "threshold": "20", "micro_partitions": "3"},
+}
 UNSHARDED = {"parallel": "2xtp2", "policy": "context"}
 UNSHARDED |= {"policy_options": {"exchange": "alltoall", "weights": "peers", "threshold": "20"}}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
@@ -95,10 +100,12 @@ SPLITS: dict[str, dict[str, Any]] = {
     "pp4": {"pp": 4},
     "tp2pp2": {"parallel": "tp2pp2"},
     "gather_hidden": GATHER_HIDDEN,
+    "hidden-tp2": HIDDEN_TP,
     "unsharded": UNSHARDED,
 }
 REFUSED = {
     ("bert", "gather_hidden"),  # the output projection is outside of the attention module
+    ("bert", "hidden-tp2"),
     ("bert", "unsharded"),
 }
 """Unsupported splits of these models. All other splits must work."""
@@ -110,6 +117,7 @@ REPAIRED = {
     *((name, "tp2pp2") for name in ("gpt-neox", "gpt2")),
     *((name, "gather_hidden") for name in ("afmoe", "beam", "gemma3", "gemma4", "mellum", "ministral3")),
     *((name, "gather_hidden") for name in ("bitnet", "gpt-bigcode", "gpt-neox", "gpt2", "olmo2", "opt-350m")),
+    *((name, "hidden-tp2") for name in ("bitnet", "gpt-bigcode", "olmo2")),
     *((name, "unsharded") for name in ("gemma3", "gpt2", "ministral3", "olmo2", "opt-350m")),
     ("qwen3-moe", "tp3"),
 }
