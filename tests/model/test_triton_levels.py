@@ -14,7 +14,9 @@ from interpreted import Run
 from launches import Launches
 from test_cuda_layers import MAX_LAUNCHES
 from test_triton_compiled import ARCHITECTURES, compiled, stack_bytes
+from tiny_models import BASE, write_checkpoint
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from longspan.attn.spec import AttnSpec
 from longspan.model.adapter import Model
@@ -127,6 +129,18 @@ def compare_models(folder: Path, quantization: Quantization, device: str, split:
         assert all(quantised)
         assert all(part.weight is None for part in matrices(own)), "no weight takes memory twice"
     assert own.weight_bytes < plain.weight_bytes
+
+
+def compare_transposed(folder: Path) -> None:
+    """GPT-2 has no plain linear layer but its head. Its output projections are square and transposed."""
+    files = prepare(str(folder), dtype="bfloat16", quantization="int4")
+    own, plain = (Model(files, CPU, triton=triton).trunk.run(rows(3), attend).result for triton in (True, False))
+    assert (own - plain).norm() <= MAX_ERROR * plain.norm()
+
+
+def test_levels_of_transposed_weights_are_not_multiplied(assert_interpreted: Run, tmp_path: Path) -> None:
+    folder = write_checkpoint(AutoConfig.for_model("gpt2", **BASE), tmp_path)
+    assert_interpreted(compare_transposed, folder)
 
 
 def count_launches(folder: Path) -> None:

@@ -280,6 +280,8 @@ def _fill(
     """
     parameters: dict[str, nn.Parameter] = {}
     copied_bytes = 0
+    linear = {f"{path}.weight" for path, part in model.named_modules() if isinstance(part, nn.Linear)}
+    levels = {name: own for name, own in levels.items() if name in linear}  # other modules transpose their weights
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         if name in levels:
             continue

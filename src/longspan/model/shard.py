@@ -38,11 +38,12 @@ class Shard:
         path, roles = info.layers_path, info.roles
         return cls(index=index, size=size, specs=info.specs, layers_path=path, roles=roles, transposed=transposed)
 
-    def within(self, *, index: int, size: int) -> Shard:
-        """Return share `index` of `size` of this share."""
+    def within(self, layer: int, *, index: int, size: int) -> Shard:
+        """Return share `index` of `size` of this share, to cut one layer."""
+        own, spec = self.roles_in(layer), self.specs[layer]
+        matrices = {path: role.of_share(spec, self.share(spec)) for path, role in own.matrices.items()}
         roles = tuple(
-            replace(own, matrices={path: role.of_share(spec, self.share(spec)) for path, role in own.matrices.items()})
-            for own, spec in zip(self.roles, self.specs, strict=False)
+            replace(own, matrices=matrices) if number == layer else other for number, other in enumerate(self.roles)
         )
         return replace(self, index=index, size=size, specs=self.local_specs, roles=roles)
 

@@ -325,7 +325,7 @@ def _set_head_counts(attention: Any, whole: AttnSpec, spec: AttnSpec) -> None:  
     vars(attention).update(changed, config=config, num_key_value_heads=spec.num_kv_heads)
 
 
-class _AnyConv1D(Conv1D):
+class _AnyConv1D(Conv1D):  # type: ignore[misc]  # it has no types
     """Reads the number of outputs from its weight, which may be a share of the whole."""
 
     @property

@@ -70,7 +70,7 @@ class HookedAttention:
         `sum_shares` sums `[1, tokens, 1]` over all shares, for norms over all heads.
         """
         if (index, size) not in self._shares:
-            shard = self._model.shard.within(index=index, size=size)
+            shard = self._model.shard.within(self._layer, index=index, size=size)
             weights = all_weights(self._module).items()
             path = shard.attention_path(self._layer)
             cut = {name: shard.cut(f"{path}.{name}", weight) for name, weight in weights}
