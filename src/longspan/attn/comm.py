@@ -110,8 +110,6 @@ class Transport(Protocol):
 
 
 _ANY_TAG = range(2**31)
-NORM_HOPS = 4
-"""The largest number of norms over all heads in a layer. `gather_hidden` has a hop for each in each micro-partition."""
 
 
 def gather_hops(size: int) -> int:
@@ -120,8 +118,8 @@ def gather_hops(size: int) -> int:
 
 
 def hidden_hops(size: int) -> int:
-    """Count the hops of a layer of `gather_hidden` in a group of `size` members, with all micro-partitions."""
-    return 1 + MAX_PIECES * (gather_hops(size) + 3 + NORM_HOPS)
+    """Count the hops of a layer of `gather_hidden` in a group of `size` members. Four are for norms over all heads."""
+    return 1 + MAX_PIECES * (gather_hops(size) + 3 + 4)
 
 
 class Group:

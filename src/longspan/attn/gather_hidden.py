@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.collectives import Gathering, ReduceScatter
-from longspan.attn.comm import NORM_HOPS, Group, Message, Pending, gather_hops
+from longspan.attn.comm import Group, Message, Pending, gather_hops
 from longspan.attn.gathered import GatheredPart, attend_gathered
 from longspan.attn.member import MemberParts, gather_runs, split_runs
 from longspan.attn.paged import PagedKv
@@ -30,6 +30,8 @@ from longspan.core.runs import Run, SpanShards, clip, num_tokens, stretch
 from longspan.core.sparse import MAX_PIECES
 from longspan.core.splits import cut_evenly, split_heads
 
+_NORM_HOPS = 4
+"""The largest number of norms over all heads in a layer. Each has a hop in each micro-partition."""
 MicroPartition = tuple[SpanShards, ...]
 """The runs of every member in one range of positions, for each part."""
 AttendPiece = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -118,8 +120,10 @@ class GatherHidden:
     def sum(self, number: int, norm: int, term: Tensor) -> Tensor:
         """Return the sum of all members' terms `[1, tokens, 1]`, for one norm of a micro-partition."""
         group = self._group
+        if norm >= _NORM_HOPS:
+            raise ValueError(f"a layer has more than {_NORM_HOPS} norms over all heads")
         messages = {peer: Message.empty([term.shape], term) for peer in group.peers}
-        hop = self._hop(MAX_PIECES) + number * NORM_HOPS + norm
+        hop = self._hop(MAX_PIECES) + number * _NORM_HOPS + norm
         group.start(sends=dict.fromkeys(group.peers, Message.of([term])), receives=messages, hop=hop).wait()
         terms = [messages[member].tensors[0] if member in messages else term for member in range(group.size)]
         return torch.stack(terms).sum(0)

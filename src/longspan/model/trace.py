@@ -91,13 +91,17 @@ class Trace:
 
     @contextmanager
     def _replaced(self) -> Iterator[None]:
-        """Replace the forwards of matrices and of norms. A norm would spread NaN, and returns its input instead."""
+        """Replace the forwards of matrices, norms and stacked experts.
+
+        A norm would spread NaN, and experts would take seconds. Both return their input instead.
+        """
         replaced = []
         for module, path in self._paths.items():
             weights = [*module.parameters()]
+            is_norm = weights and all(weight.ndim == 1 for weight in weights) and not [*module.children()]
             if isinstance(module, nn.Linear | Conv1D):
                 vars(module)["forward"] = self._forward(path, module)
-            elif weights and all(weight.ndim == 1 for weight in weights) and not [*module.children()]:
+            elif is_norm or hasattr(module, "is_concatenated"):
                 vars(module)["forward"] = lambda x, *_, **__: x
             else:
                 continue
