@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -159,7 +159,6 @@ def has_no_length(model: PreTrainedModel) -> None:
     ("change", "reason"),
     [
         (skips_the_interface, "LlamaForCausalLM: 1 of its 2 layers use transformers' attention interface"),
-        (drops_arguments, "LlamaAttention does not hand keyword arguments to its attention"),
         (repeats_a_number, "LlamaAttention has attention layers without a number of their own"),
         (looks_ahead, "LlamaAttention has bidirectional attention; this architecture is not supported"),
         (has_no_length, r"config\.json has no max_position_embeddings; add it"),
@@ -174,6 +173,14 @@ def test_mistakes_that_only_a_dry_run_finds_are_refused(
     change(model)
     with pytest.raises(ModelError, match=reason):
         gather_info(model, tmp_path)
+
+
+def test_attention_without_keyword_arguments_is_reached_by_the_cache(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), attn_implementation=PROBE).eval()
+    before = gather_info(model, tmp_path)
+    drops_arguments(model)
+    assert not before.attends_by_cache
+    assert gather_info(model, tmp_path) == replace(before, attends_by_cache=True)
 
 
 @pytest.mark.parametrize(("stated", "found"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))])

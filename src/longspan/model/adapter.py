@@ -3,6 +3,7 @@
 longspan registers an attention function with transformers. A model built with its name calls it in every layer with q,
 k, v after RoPE. No mask function is registered under that name, so transformers builds no mask. The `Attend` of a call
 is one of its keyword arguments, which transformers' models hand down to the attention.
+Classes that do not are reached by their KV cache, see `model.cache_interface`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +23,13 @@ from longspan.attn.spec import AttnSpec, as_output
 from longspan.model.cached_lengths import give_cached_lengths
 from longspan.model.files import ModelFiles
 from longspan.model.shard import Shard
-from longspan.model.skeleton import build_skeleton, decoder_layers, load_config, trunk_base
+from longspan.model.skeleton import BUILT_WITH, build_skeleton, decoder_layers, load_config, trunk_base
 from longspan.model.step import Attend, CurrentStep, Reduce, StepState
 from longspan.model.store import DTYPES, StoredTensors
-from longspan.model.trunk import LayerTrunk, SingleTokenTrunk
+from longspan.model.trunk import LayerTrunk, SingleTokenTrunk, by_keyword
 
 if TYPE_CHECKING:
+    from longspan.model.cache_interface import HandedKv
     from longspan.model.fused import Rotary
     from longspan.model.graph_step import Forward, GraphStep
     from longspan.model.quantization import Levels
@@ -80,8 +83,9 @@ class Model:
     ) -> None:
         if skeleton is None:
             config, dtype = load_config(files.config_dir, files.trust_remote_code), DTYPES[files.dtype]
-            skeleton = build_skeleton(config, files.trust_remote_code, dtype=dtype, attn_implementation=SERVE)
+            skeleton = build_skeleton(config, files.trust_remote_code, dtype=dtype, attn_implementation=BUILT_WITH)
         self.module = skeleton
+        skeleton.config._attn_implementation = SERVE  # noqa: SLF001 - as `set_attn_implementation`, unchecked
         self._current = CurrentStep()
         self._stored = StoredTensors(files.weights, device) if stored is None else stored
         self.info = self._stored.info
@@ -118,7 +122,12 @@ class Model:
             from longspan.model.sharding import sum_partial_results  # noqa: PLC0415 - only with tensor parallelism
 
             sum_partial_results(self.module, self.shard, self._current.reduce, self._stored.shape)
-        layer_trunk = LayerTrunk(self.module, self.stage, self._current, device)
+        hand = by_keyword
+        if self.info.attends_by_cache:
+            from longspan.model.cache_interface import hand_by_cache  # noqa: PLC0415 - few classes need it
+
+            hand = partial(hand_by_cache, specs=self.specs)
+        layer_trunk = LayerTrunk(self.module, self.stage, self._current, device, hand)
         self.fallbacks: list[str] = []
         step: WholeStep | GraphStep | None = None
         if triton:
@@ -257,9 +266,12 @@ def _serve(
     value: Tensor,
     attention_mask: None,  # noqa: ARG001  # the probe has checked that it is None
     *,
-    attend: Attend,
+    attend: Attend | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
+    if attend is None:
+        handed: HandedKv = key.handed  # type: ignore[attr-defined]  # of a class that hands no arguments
+        return as_output(handed.attend(query[0]))
     layer: int = module.layer_idx  # type: ignore[assignment]  # the probe has checked that it is an int
     return as_output(attend(layer, query[0], key[0], value[0]))
 

@@ -21,9 +21,9 @@ from transformers.initialization import no_init_weights
 from longspan.model.files import ModelError, Quantization, cache_root, one_line
 from longspan.model.folder import stored_types, weight_files
 from longspan.model.info import ModelInfo
-from longspan.model.probe import PROBE, NoProducts, gather_info
+from longspan.model.probe import NoProducts, gather_info
 from longspan.model.quantization import is_quantised, quantise
-from longspan.model.skeleton import load_config, quiet_transformers
+from longspan.model.skeleton import BUILT_WITH, load_config, quiet_transformers
 from longspan.model.store import DTYPES, GRID, NOTES, NUMBERS, Matrices, WeightForm, named_tensors
 
 _MATRIX = 2
@@ -81,7 +81,7 @@ def _initialise(config_dir: Path, form: WeightForm, seed: int) -> PreTrainedMode
 
 def _new_model(config: PreTrainedConfig, form: WeightForm) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, dtype=DTYPES[form.dtype], attn_implementation=PROBE, trust_remote_code=form.trust_remote_code
+        config, dtype=DTYPES[form.dtype], attn_implementation=BUILT_WITH, trust_remote_code=form.trust_remote_code
     )
     return model.eval()
 
@@ -96,7 +96,7 @@ def _load(config_dir: Path, form: WeightForm) -> tuple[PreTrainedModel, list[str
         model, report = AutoModelForCausalLM.from_pretrained(
             config_dir,
             dtype=DTYPES[form.dtype],
-            attn_implementation=PROBE,
+            attn_implementation=BUILT_WITH,
             trust_remote_code=form.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below

@@ -25,6 +25,7 @@ class ModelInfo:
         reads_tokens: layers after the first have arguments, besides hidden states, that depend on tokens.
         layers_path: the path of the list of layers in the model.
         roles: in each layer, the roles of its matrices. Empty if they were not observed.
+        attends_by_cache: attention is reached by the KV cache, see `model.cache_interface`.
     """
 
     num_layers: int
@@ -40,6 +41,7 @@ class ModelInfo:
     reads_tokens: bool
     layers_path: str = "model.layers"
     roles: tuple[LayerRoles, ...] = ()
+    attends_by_cache: bool = False
 
     @property
     def head_layers(self) -> float:

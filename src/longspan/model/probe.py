@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,15 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from longspan.attn.spec import AttnSpec
+from longspan.attn.spec import AttnSpec, as_output
 from longspan.attn.spec_reader import CHUNKED, LAYER_TYPES, UnsupportedAttentionError, read_spec, rope_dicts
-from longspan.model.files import ModelError
+from longspan.model.files import ModelError, one_line
 from longspan.model.info import ModelInfo
-from longspan.model.skeleton import build_skeleton, decoder_layers, layers_path, load_config
+from longspan.model.skeleton import FAILURES, build_skeleton, decoder_layers, layers_path, load_config
 from longspan.model.trace import Trace, find_roles
+
+if TYPE_CHECKING:
+    from longspan.model.cache_interface import HandedKv
 
 PROBE = "longspan_probe"
 """The name of the attention function in transformers, for models that `gather_info` runs."""
@@ -59,8 +62,6 @@ def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
 def _class_problems(model: PreTrainedModel) -> Iterator[str]:
     if getattr(model, "_is_stateful", False):
         yield "it has recurrent (Mamba or linear-attention) layers; longspan serves attention only"
-    if not getattr(model, "_supports_attention_backend", False):
-        yield "its class does not use transformers' attention interface"
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         yield "its class cannot compute the logits of chosen tokens (logits_to_keep)"
     modules = list(model.modules())
@@ -68,6 +69,13 @@ def _class_problems(model: PreTrainedModel) -> Iterator[str]:
         yield "its attention has learned sinks"
     if any(getattr(module, "is_causal", None) is False for module in modules):
         yield "its attention is bidirectional; longspan serves decoder-only causal language models"
+    if not _supports_interface(model):
+        try:
+            _all_specs(model)
+        except _NoValuesError:  # the probe of the loaded model decides
+            pass
+        except ModelError as error:
+            yield str(error)
 
 
 def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
@@ -77,11 +85,11 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
     sliding windows than the observed ones.
     """
     config = model.config
-    specs = _all_specs(model)
+    specs, by_cache = _all_specs(model)
     _check_windows(config, specs)
     with NoProducts():
-        observed, swapped = observe(model), observe(model, (1, 0))
-        roles = find_roles(model, specs)
+        observed, swapped = (observe(model, tokens, by_cache=by_cache) for tokens in ((0, 1), (1, 0)))
+        roles = () if by_cache else find_roles(model, specs)
     arguments, others = observed.arguments, swapped.arguments
     return ModelInfo(
         num_layers=config.num_hidden_layers,
@@ -97,28 +105,62 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
         reads_tokens=len(arguments) != len(others) or not all(map(torch.equal, arguments, others)),
         layers_path=layers_path(model),
         roles=roles,
+        attends_by_cache=by_cache,
     )
 
 
-def _all_specs(model: PreTrainedModel) -> tuple[AttnSpec, ...]:
-    specs = _probe_specs(model, (0, 1))
+def _all_specs(model: PreTrainedModel) -> tuple[tuple[AttnSpec, ...], bool]:
+    """Return the attention of each layer, and whether it is reached by the KV cache."""
+    by_cache = not _supports_interface(model)
+    try:
+        specs = _probe_specs(model, (0, 1), by_cache=by_cache)
+    except _NoArgumentsError:
+        by_cache, specs = True, _probe_specs(model, (0, 1), by_cache=True)
     num_layers: int = model.config.num_hidden_layers
     if sorted(specs) != list(range(num_layers)):
         raise ModelError(
             f"{type(model).__name__}: {len(specs)} of its {num_layers} layers use transformers' attention interface; "
             "longspan needs all of them to"
         )
-    return tuple(specs[layer] for layer in range(num_layers))
+    return tuple(specs[layer] for layer in range(num_layers)), by_cache
 
 
-def _probe_specs(model: PreTrainedModel, tokens: Sequence[int]) -> dict[int, AttnSpec]:
+def _supports_interface(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "_supports_attention_backend", False))
+
+
+def _probe_specs(model: PreTrainedModel, tokens: Sequence[int], *, by_cache: bool) -> dict[int, AttnSpec]:
     """Run a model with the attention `PROBE`. Return the attention of every layer that calls it."""
     specs: dict[int, AttnSpec] = {}
     row = torch.tensor([list(tokens)], device=model.device)
     positions = torch.arange(len(tokens), device=model.device)[None]
-    with torch.no_grad():
-        model(input_ids=row, position_ids=positions, use_cache=False, specs=specs)
+    model.config._attn_implementation = PROBE  # noqa: SLF001 - as `set_attn_implementation`, unchecked
+    arguments: Mapping[str, Any] = _cache_into(specs, model.config) if by_cache else {"specs": specs}
+    try:
+        with torch.no_grad():
+            model(input_ids=row, position_ids=positions, use_cache=False, **arguments)
+    except FAILURES as error:
+        if isinstance(error, ModelError) or not by_cache:
+            raise
+        if model.device.type == "meta" and isinstance(error, RuntimeError):
+            raise _NoValuesError from error
+        reason = f"it {error}" if isinstance(error, UnsupportedAttentionError) else one_line(error)
+        name = type(model).__name__
+        raise _unsupported(f"{name} does not use transformers' attention interface, and {reason}") from error
     return specs
+
+
+def _cache_into(specs: dict[int, AttnSpec], config: PreTrainedConfig) -> Mapping[str, object]:
+    """Return the arguments of a model that hands keys and values to its cache. The attention is stored in `specs`."""
+    from longspan.model.cache_interface import RecordingKv  # noqa: PLC0415 - few classes need it
+
+    stated = getattr(config, "num_kv_heads", None) or getattr(config, "num_key_value_heads", None)
+    length = getattr(config, "max_position_embeddings", None)
+    return {"past_key_values": RecordingKv(specs, stated_kv_heads=stated, context_length=length)}
+
+
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_MATRIX = 2
 
 
 class NoProducts(TorchFunctionMode):
@@ -137,6 +179,9 @@ class NoProducts(TorchFunctionMode):
         if function is functional.linear:
             x, weight = args[:2]
             return x.mean(-1, keepdim=True).expand(*x.shape[:-1], len(weight)).clone()
+        if function in _PRODUCTS and args[1].ndim == _MATRIX:
+            x, weight = args
+            return x.mean(-1, keepdim=True).expand(*x.shape[:-1], weight.shape[1]).clone()
         if function is functional.embedding:
             tokens, weight = args[:2]
             return tokens[..., None].to(weight.dtype).expand(*tokens.shape, weight.shape[1]).clone()
@@ -158,7 +203,7 @@ class Observed:
     arguments: list[Tensor]
 
 
-def observe(model: PreTrainedModel, tokens: Sequence[int] = (0, 1)) -> Observed:
+def observe(model: PreTrainedModel, tokens: Sequence[int] = (0, 1), *, by_cache: bool) -> Observed:
     """Run a model with the attention `PROBE`, and record the arguments of its layers."""
     observed = Observed(specs={}, arguments=[])
 
@@ -173,7 +218,7 @@ def observe(model: PreTrainedModel, tokens: Sequence[int] = (0, 1)) -> Observed:
 
     hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in decoder_layers(model)]
     hooks += [layer.register_forward_hook(after) for layer in decoder_layers(model)]
-    observed.specs = _probe_specs(model, tokens)
+    observed.specs = _probe_specs(model, tokens, by_cache=by_cache)
     for hook in hooks:
         hook.remove()
     return observed
@@ -202,15 +247,29 @@ def _probe(
     name, layer = type(module).__name__, getattr(module, "layer_idx", None)
     if traces is not None:
         return traces[layer].attend(module, query, key, value), None  # type: ignore[index]  # the first run has checked
-    if specs is None:
-        raise _unsupported(f"{name} does not hand keyword arguments to its attention")
-    if layer is None or layer in specs:
+    handed: HandedKv | None = getattr(key, "handed", None)
+    if handed is not None:
+        key, value = handed.keys[None], handed.values[None]
+    elif specs is None:
+        raise _NoArgumentsError
+    elif layer is None or layer in specs:
         raise _unsupported(f"{name} has attention layers without a number of their own")
     try:
-        specs[layer] = read_spec(module, query, key, value, attention_mask, **arguments)  # type: ignore[arg-type]  # any
+        spec = read_spec(module, query, key, value, attention_mask, **arguments)  # type: ignore[arg-type]  # any
     except UnsupportedAttentionError as error:
         raise _unsupported(str(error)) from error
+    if handed is not None:
+        return as_output(handed.attend(query[0], spec))
+    specs[layer] = spec
     return torch.zeros_like(query).transpose(1, 2), None
+
+
+class _NoValuesError(Exception):
+    """A class reads values that tensors on the meta device do not have."""
+
+
+class _NoArgumentsError(Exception):
+    """A class hands no keyword arguments to its attention."""
 
 
 def _unsupported(problem: str) -> ModelError:
@@ -244,6 +303,8 @@ def _context_length(config: PreTrainedConfig) -> int:
 
 def _check_windows(config: PreTrainedConfig, specs: tuple[AttnSpec, ...]) -> None:
     """Refuse models that state their window only to transformers' mask, which longspan does not build."""
+    if not hasattr(config, "sliding_window") and not getattr(config, "layer_types", None):
+        return
     limit = _context_length(config)
     stated = min(getattr(config, "sliding_window", None) or limit, limit)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(specs)

@@ -27,8 +27,8 @@ from longspan.attn.spec import AttnSpec
 from longspan.attn.spec_reader import rope_dicts
 from longspan.model.files import ModelFiles, one_line
 from longspan.model.info import ModelInfo
-from longspan.model.probe import PROBE, observe
-from longspan.model.skeleton import build_skeleton, decoder_layers, layer_kind, load_config
+from longspan.model.probe import observe
+from longspan.model.skeleton import BUILT_WITH, FAILURES, build_skeleton, decoder_layers, layer_kind, load_config
 from longspan.model.stages import PassThrough
 from longspan.model.store import named_tensors
 
@@ -38,7 +38,13 @@ _MAX_WEIGHTS = 64 << 20
 _VOCAB_SIZE = 64
 _SLOPE = 0.7
 """The last outputs of a matrix are `exp(2 * 0.7)` = 4 times as large as the first."""
-_LENGTHS = {"sliding_window": 5, "original_max_position_embeddings": 8, "floor_scale": 4, "attention_chunk_size": 5}
+_LENGTHS = {
+    "sliding_window": 5,
+    "window_size": 5,
+    "original_max_position_embeddings": 8,
+    "floor_scale": 4,
+    "attention_chunk_size": 5,
+}
 """Upper bounds of lengths in tokens, so that prompts of a dozen tokens exceed them."""
 _DIVISORS = (2, 4, 8, 16, 32, 64)
 _ALIGNED = 8
@@ -46,8 +52,6 @@ _ALIGNED = 8
 _WIDTH = re.compile("(_size|_dim|_rank)$|^d_model$|^d_ff$|^n_embd$|^n_inner$")
 _NO_WIDTH = re.compile("vocab|window|chunk|block|kernel|cache|group|patch|batch|conv|head|position|num_")
 _HEAD_DIMS = ("head_dim", "global_head_dim")
-FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
-"""The exceptions of a model whose modules do not fit together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +231,7 @@ def _empty(
 ) -> PreTrainedModel:
     """Build a model with uninitialised weights. Layers that are not `kept` return their input."""
     with no_init_weights():
-        options = {"dtype": dtype, "attn_implementation": PROBE}
+        options = {"dtype": dtype, "attn_implementation": BUILT_WITH}
         module = build_skeleton(config, files.trust_remote_code, device="cpu", **options)
     module.tie_weights()
     layers = decoder_layers(module)
@@ -237,7 +241,7 @@ def _empty(
 
 
 def _with_facts(module: PreTrainedModel, info: ModelInfo, kept: Sequence[int]) -> ShrunkenModel:
-    observed = observe(module)
+    observed = observe(module, by_cache=info.attends_by_cache)
     specs = list(info.specs)
     for layer, spec in observed.specs.items():
         expected = info.specs[layer]

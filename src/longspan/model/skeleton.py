@@ -22,8 +22,15 @@ from transformers.utils import logging
 
 from longspan.model.files import ModelError, one_line
 
+BUILT_WITH = "eager"
+"""The name of the attention function in transformers with which models are built. Some classes choose modules by it.
+The name is changed afterwards."""
+_NUMBERS = ("layer_idx", "layer_id")
+"""Attributes of attention modules with the number of their layer."""
 _CONFIG_ERRORS = (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
 """The errors that transformers raises for invalid values in a configuration."""
+FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
+"""The exceptions of a model whose modules do not fit together."""
 
 
 @contextmanager
@@ -109,4 +116,4 @@ def trunk_base(model: PreTrainedModel) -> nn.Module:
 
 
 def _has_index(layer: nn.Module, index: int) -> bool:
-    return any(getattr(module, "layer_idx", None) == index for module in layer.modules())
+    return any(index in (getattr(module, name, None) for name in _NUMBERS) for module in layer.modules())

@@ -6,7 +6,7 @@ context length, agreed with the modules. A CUDA graph replays the operators of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -46,11 +46,22 @@ class Output:
         return self.head(torch.tensor(indices, device=self.result.device))
 
 
+Hand = Callable[[Attend | None], Mapping[str, object]]
+"""Returns the arguments that hand `Attend` to a model. None: no layer is called."""
+
+
+def by_keyword(attend: Attend | None) -> Mapping[str, object]:
+    """Hand `attend` as a keyword argument, which transformers' models hand down to the attention interface."""
+    return {"attend": attend}
+
+
 class LayerTrunk:
     """Calls the model of transformers, layer by layer: the plain forward, or the forward with fused layers."""
 
-    def __init__(self, module: PreTrainedModel, stage: Stage | None, step: CurrentStep, device: torch.device) -> None:
-        self._module, self._stage, self._current, self._device = module, stage, step, device
+    def __init__(
+        self, module: PreTrainedModel, stage: Stage | None, step: CurrentStep, device: torch.device, hand: Hand
+    ) -> None:
+        self._module, self._stage, self._current, self._device, self._hand = module, stage, step, device, hand
         self._path, self._base = trunk_path(module), trunk_base(module)
         module.get_submodule(self._path).register_forward_hook(self._keep_output)
 
@@ -70,7 +81,8 @@ class LayerTrunk:
         row = rows.tokens, rows.positions, rows.keep, rows.rope_lengths
         tokens, positions, keep, rope_lengths = on_device(row, self._device)
         put_sampled(rows.sampled, tokens)
-        arguments = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False, "attend": attend}
+        arguments = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False}
+        arguments |= self._hand(attend)
         state = StepState(rope_lengths=rope_lengths, hidden=hidden, reduce=reduce)
         with self._current.during(state):
             if stage is not None and not stage.is_last:
@@ -78,7 +90,7 @@ class LayerTrunk:
                 assert state.passed is not None, "the model has called its last layer"
                 return Output(result=state.passed)
             logits: Tensor = module(logits_to_keep=keep, **arguments).logits[0]
-        head = partial(self._head, state.base_output, {**arguments, "attend": None})
+        head = partial(self._head, state.base_output, {**arguments, **self._hand(None)})
         return Output(result=logits.float(), last_hidden=state.base_output[0][0], head=head)
 
     def all_rows(

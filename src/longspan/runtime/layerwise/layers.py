@@ -92,7 +92,7 @@ class HookedAttention:
         return _first(output)[0]
 
     def _call(self, hidden_states: Tensor, **arguments: Any) -> Any:  # noqa: ANN401 - the type depends on the model
-        attend: Any = arguments.get("attend")
+        attend: Any = arguments.get("attend", getattr(arguments.get("past_key_values"), "attend", None))
         num_alone = getattr(attend, "num_alone", None)
         if num_alone is None:
             return self._forward(hidden_states=hidden_states, **arguments)
