@@ -49,13 +49,19 @@ def scaled_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return functional.softmax(scores, dim=-1, dtype=torch.float32) @ v
 
 
+def scaled_by_a_method(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-1, -2)
+    scores.mul_(0.25)
+    return scores.softmax(-1) @ v
+
+
 def onto_zeros(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.reshape(HEADS, -1, DIM) for x in (q, k, v))
     zeros = torch.zeros(HEADS, q.shape[1], k.shape[1], dtype=q.dtype, device=k.device)
     return torch.baddbmm(zeros, q, k.transpose(1, 2), beta=1.0, alpha=0.25).softmax(-1) @ v
 
 
-KNOWN: list[Form] = [plain, three_dimensions, in_float32, scaled_in_place, onto_zeros]
+KNOWN: list[Form] = [plain, three_dimensions, in_float32, scaled_in_place, scaled_by_a_method, onto_zeros]
 
 
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -170,6 +176,11 @@ def with_changed_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ (k * 2).transpose(-1, -2)).softmax(-1) @ v
 
 
+def with_keys_changed_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k.transpose_(-1, -2)
+    return (q @ k).softmax(-1) @ v
+
+
 def with_repeated_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k[:, :1].expand_as(q).transpose(-1, -2)).softmax(-1) @ v
 
@@ -185,7 +196,7 @@ def with_keys_as_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 UNKNOWN: list[Form] = [
     *(with_bias, with_bias_before, with_mask, with_softcap, with_scales_of_heads, over_queries),
     *(by_the_function_of_torch, without_softmax, with_changed_weights, with_dropped_weights, with_changed_keys),
-    *(with_repeated_keys, with_values_as_keys, with_keys_as_queries),
+    *(with_repeated_keys, with_keys_changed_in_place, with_values_as_keys, with_keys_as_queries),
 ]
 
 
@@ -232,6 +243,15 @@ def test_other_attention_is_refused_before_weights_are_read(kind: str, variant: 
     with pytest.raises(ModelError, match="attention interface") as refusal:
         check_supported(tmp_path, trust_remote_code=False)
     assert "\n" not in str(refusal.value)
+
+
+def test_attention_that_changes_with_the_length_is_refused(tmp_path: Path) -> None:
+    """Big Bird has full attention for prompts of at most 704 tokens, and sparse attention for longer ones."""
+    gather_info(built("big_bird", attention_type="original_full", max_position_embeddings=1024), tmp_path)
+    gather_info(built("big_bird", attention_type="block_sparse", max_position_embeddings=704), tmp_path)
+    sparse = built("big_bird", attention_type="block_sparse", max_position_embeddings=1024)
+    with pytest.raises(ModelError, match="BigBirdForCausalLM computes other attention for long prompts"):
+        gather_info(sparse, tmp_path)
 
 
 def test_attention_without_a_cache_is_refused(tmp_path: Path) -> None:

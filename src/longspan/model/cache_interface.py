@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,12 +23,13 @@ from longspan.model.step import Attend
 
 _Role = Literal["keys", "values", "scores", "weights"]
 
-_FACTS = {"get", "size", "dim", "numel", "is_floating_point"}
+_FACTS = {"__get__", "size", "dim", "numel", "is_floating_point"}
 _SAME = {"view", "reshape", "contiguous", "to", "float", "type"}
 """Operations that change neither the elements nor their order."""
-_SCALES = {"mul", "imul", "rmul", "div", "truediv", "itruediv", "idiv"}
+_SCALES = {"mul", "div"}
+_IN_PLACE = {"mul_", "div_"}
 _PRODUCTS = {"matmul", "bmm", "baddbmm"}
-_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]  # a descriptor
+_DEVICE = Tensor.device.__get__
 _FEWEST_DIMS, _NUM_OF_WHERE = 3, 3
 _MASKED = -1e9
 """The largest score that takes no part in a softmax of float32."""
@@ -171,7 +172,7 @@ class RecordingKv(KvInterface):
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
-    """What a stand-in stands for.
+    """The meaning of a stand-in.
 
     Attributes:
         scale: the factor of scores.
@@ -207,7 +208,7 @@ class StandIn(Tensor):
 
     @staticmethod
     def of(shape: Tensor, state: _State) -> StandIn:
-        new = cast("StandIn", shape.as_subclass(StandIn))
+        new = shape.as_subclass(StandIn)
         new.state = state
         return new
 
@@ -236,14 +237,16 @@ class StandIn(Tensor):
         own = next(value for value in (*args, *kwargs.values()) if isinstance(value, StandIn))
         if function == _DEVICE:
             return own.handed.interface.device
-        name = function.__name__.strip("_")
-        if name in _FACTS:
-            result = _on_meta(function, args, kwargs)
-            is_known = not isinstance(result, Tensor)
-        else:
-            result = (_product if name in _PRODUCTS else _followed)(own.state, name, function, args, kwargs)
-            is_known = result is not None
-        if not is_known:
+        name = function.__name__
+        if name in _FACTS and not isinstance(fact := _on_meta(function, args, kwargs), Tensor):
+            return fact
+        if name in _IN_PLACE and args[0] is own:
+            result = _followed(own.state, name[:-1], function, args, kwargs)
+            if result is not None:
+                own.state = result.state
+                return own
+        result = (_product if name in _PRODUCTS else _followed)(own.state, name, function, args, kwargs)
+        if result is None:
             problem = f"computes attention in a form unknown to longspan: {name} of its {own.state.role}"
             raise UnsupportedAttentionError(problem)
         return result
@@ -251,7 +254,7 @@ class StandIn(Tensor):
 
 def _followed(
     state: _State, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Tensor | None:
+) -> StandIn | None:
     """Return the result of an operation on one stand-in, or None if the operation is unknown."""
     own, *others = args or (None,)
     if name == "where" and state.role == "scores" and len(args) == _NUM_OF_WHERE and isinstance(args[1], StandIn):

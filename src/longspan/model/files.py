@@ -15,6 +15,9 @@ from typing import IO, Any, Literal
 Quantization = Literal["int8", "int4"]
 _LFS_POINTER = b"version https://git-lfs"
 
+FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
+"""The exceptions of a model whose modules do not fit together."""
+
 
 class ModelError(ValueError):
     """The model of the user cannot be served. The message is one line with the value and the remedy."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from longspan.attn.spec import AttnSpec, as_output
 from longspan.attn.spec_reader import CHUNKED, LAYER_TYPES, UnsupportedAttentionError, read_spec, rope_dicts
-from longspan.model.files import ModelError, one_line
+from longspan.model.files import FAILURES, ModelError, one_line
 from longspan.model.info import ModelInfo
-from longspan.model.skeleton import FAILURES, build_skeleton, decoder_layers, layers_path, load_config
+from longspan.model.skeleton import BUILT_WITH, build_skeleton, decoder_layers, layers_path, load_config
 from longspan.model.trace import Trace, find_roles
 
 if TYPE_CHECKING:
@@ -122,7 +125,34 @@ def _all_specs(model: PreTrainedModel) -> tuple[tuple[AttnSpec, ...], bool]:
             f"{type(model).__name__}: {len(specs)} of its {num_layers} layers use transformers' attention interface; "
             "longspan needs all of them to"
         )
-    return tuple(specs[layer] for layer in range(num_layers)), by_cache
+    ordered = tuple(specs[layer] for layer in range(num_layers))
+    if by_cache:
+        _check_long(model, ordered)
+    return ordered, by_cache
+
+
+def _check_long(model: PreTrainedModel, specs: Sequence[AttnSpec]) -> None:
+    """Refuse a class that computes other attention for a prompt of the context length than for two tokens."""
+    from longspan.model.cache_interface import hand_by_cache  # noqa: PLC0415 - few classes need it
+
+    layers: list[int] = []
+
+    def attend(layer: int, q: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
+        layers.append(layer)
+        return torch.zeros_like(q)
+
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = BUILT_WITH  # noqa: SLF001 - as `set_attn_implementation`, unchecked
+    tokens = [0] * _context_length(config)
+    for device in ("meta", "cpu"):
+        with torch.device(device), no_init_weights():
+            fresh = type(model)(config).eval()
+        layers.clear()
+        with suppress(_NoValuesError), NoProducts():
+            _run(fresh, tokens, hand_by_cache(attend, specs))
+            break
+    if sorted(layers) != [*range(len(specs))]:
+        raise _unsupported(f"{type(model).__name__} computes other attention for long prompts")
 
 
 def _supports_interface(model: PreTrainedModel) -> bool:
@@ -132,22 +162,25 @@ def _supports_interface(model: PreTrainedModel) -> bool:
 def _probe_specs(model: PreTrainedModel, tokens: Sequence[int], *, by_cache: bool) -> dict[int, AttnSpec]:
     """Run a model with the attention `PROBE`. Return the attention of every layer that calls it."""
     specs: dict[int, AttnSpec] = {}
+    _run(model, tokens, _cache_into(specs, model.config) if by_cache else {"specs": specs})
+    return specs
+
+
+def _run(model: PreTrainedModel, tokens: Sequence[int], arguments: Mapping[str, Any]) -> None:
     row = torch.tensor([list(tokens)], device=model.device)
     positions = torch.arange(len(tokens), device=model.device)[None]
     model.config._attn_implementation = PROBE  # noqa: SLF001 - as `set_attn_implementation`, unchecked
-    arguments: Mapping[str, Any] = _cache_into(specs, model.config) if by_cache else {"specs": specs}
     try:
         with torch.no_grad():
             model(input_ids=row, position_ids=positions, use_cache=False, **arguments)
     except FAILURES as error:
-        if isinstance(error, ModelError) or not by_cache:
+        if isinstance(error, ModelError) or "specs" in arguments:
             raise
         if model.device.type == "meta" and isinstance(error, RuntimeError):
             raise _NoValuesError from error
         reason = f"it {error}" if isinstance(error, UnsupportedAttentionError) else one_line(error)
         name = type(model).__name__
         raise _unsupported(f"{name} does not use transformers' attention interface, and {reason}") from error
-    return specs
 
 
 def _cache_into(specs: dict[int, AttnSpec], config: PreTrainedConfig) -> Mapping[str, object]:
@@ -244,24 +277,29 @@ def _probe(
     traces: dict[int, Trace] | None = None,
     **arguments: object,
 ) -> tuple[Tensor, None]:
-    name, layer = type(module).__name__, getattr(module, "layer_idx", None)
     if traces is not None:
-        return traces[layer].attend(module, query, key, value), None  # type: ignore[index]  # the first run has checked
+        own = traces[module.layer_idx]  # type: ignore[index]  # the first run has checked that it is an int
+        return own.attend(module, query, key, value), None
     handed: HandedKv | None = getattr(key, "handed", None)
     if handed is not None:
-        key, value = handed.keys[None], handed.values[None]
-    elif specs is None:
+        spec = _read_spec(module, query, handed.keys[None], handed.values[None], attention_mask, arguments)
+        return as_output(handed.attend(query[0], spec))
+    if specs is None:
         raise _NoArgumentsError
-    elif layer is None or layer in specs:
-        raise _unsupported(f"{name} has attention layers without a number of their own")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None or layer in specs:
+        raise _unsupported(f"{type(module).__name__} has attention layers without a number of their own")
+    specs[layer] = _read_spec(module, query, key, value, attention_mask, arguments)
+    return torch.zeros_like(query).transpose(1, 2), None
+
+
+def _read_spec(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: dict[str, Any]
+) -> AttnSpec:
     try:
-        spec = read_spec(module, query, key, value, attention_mask, **arguments)  # type: ignore[arg-type]  # any
+        return read_spec(module, query, key, value, mask, **arguments)
     except UnsupportedAttentionError as error:
         raise _unsupported(str(error)) from error
-    if handed is not None:
-        return as_output(handed.attend(query[0], spec))
-    specs[layer] = spec
-    return torch.zeros_like(query).transpose(1, 2), None
 
 
 class _NoValuesError(Exception):

@@ -25,10 +25,10 @@ from transformers.initialization import no_init_weights
 
 from longspan.attn.spec import AttnSpec
 from longspan.attn.spec_reader import rope_dicts
-from longspan.model.files import ModelFiles, one_line
+from longspan.model.files import FAILURES, ModelFiles, one_line
 from longspan.model.info import ModelInfo
 from longspan.model.probe import observe
-from longspan.model.skeleton import BUILT_WITH, FAILURES, build_skeleton, decoder_layers, layer_kind, load_config
+from longspan.model.skeleton import BUILT_WITH, build_skeleton, decoder_layers, layer_kind, load_config
 from longspan.model.stages import PassThrough
 from longspan.model.store import named_tensors
 

@@ -29,8 +29,6 @@ _NUMBERS = ("layer_idx", "layer_id")
 """Attributes of attention modules with the number of their layer."""
 _CONFIG_ERRORS = (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
 """The errors that transformers raises for invalid values in a configuration."""
-FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
-"""The exceptions of a model whose modules do not fit together."""
 
 
 @contextmanager

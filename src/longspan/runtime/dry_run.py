@@ -26,10 +26,9 @@ from longspan.core.layouts import shard_span
 from longspan.core.runs import Layout, positions
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
 from longspan.model.adapter import SERVE, Model
-from longspan.model.files import ModelError, ModelFiles, one_line
+from longspan.model.files import FAILURES, ModelError, ModelFiles, one_line
 from longspan.model.info import ModelInfo
 from longspan.model.shrunken import NoCopyError, ShrunkenModel, shrink
-from longspan.model.skeleton import FAILURES
 from longspan.model.store import DTYPES
 from longspan.runtime.block_records import kv_record
 from longspan.runtime.messages import Done
