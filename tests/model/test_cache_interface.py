@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,17 @@ from tiny_models import write_checkpoint
 from tiny_types import tiny_config
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspan.attn.spec import AttnSpec
 from longspan.attn.spec_reader import UnsupportedAttentionError
+from longspan.model.adapter import Model
 from longspan.model.cache_interface import KvInterface, RecordingKv, hand_by_cache
 from longspan.model.files import ModelError
 from longspan.model.probe import check_supported, gather_info
 from longspan.model.source import prepare
+from longspan.model.step import Rows
 from longspan.model.store import read_info
 
 TOKENS, HEADS, DIM = 5, 4, 16
@@ -279,6 +283,36 @@ def test_layers_that_are_not_reached_are_refused(
     change(model)
     with pytest.raises(ModelError, match=reason):
         gather_info(model, tmp_path)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operator returns. Tensors on the meta device have no memory."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not result.is_meta:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("kind", ["falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "rembert", "stablelm", "xglm"])
+def test_no_tensor_is_quadratic_in_the_tokens(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither masks nor scores."""
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
+    folder, num_tokens, layers = write_checkpoint(tiny_config(kind), tmp_path / "model"), 1200, []
+
+    def attend(layer: int, q: Tensor, k: Tensor, _v: Tensor) -> Tensor:
+        layers.append((layer, q.shape[1], k.shape[1]))
+        return torch.zeros_like(q)
+
+    model = Model(prepare(str(folder), dtype="float32"), torch.device("cpu"))
+    numbers = {name: torch.arange(num_tokens) % 190 for name in ("tokens", "positions", "rope_lengths")}
+    with _Largest() as largest:
+        model.trunk.run(Rows(keep=torch.tensor([3]), **numbers), attend)
+    assert layers == [(layer, num_tokens, num_tokens) for layer in range(4)]
+    assert largest.elements < num_tokens**2 / 2
 
 
 def test_random_matrices_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,9 +241,9 @@ class StandIn(Tensor):
         if name in _FACTS and not isinstance(fact := _on_meta(function, args, kwargs), Tensor):
             return fact
         if name in _IN_PLACE and args[0] is own:
-            result = _followed(own.state, name[:-1], function, args, kwargs)
-            if result is not None:
-                own.state = result.state
+            changed = _followed(own.state, name[:-1], function, args, kwargs)
+            if changed is not None:
+                own.state = changed.state
                 return own
         result = (_product if name in _PRODUCTS else _followed)(own.state, name, function, args, kwargs)
         if result is None:
