@@ -207,7 +207,7 @@ def _models() -> str:
     notes = [(str(number), reason) for reason, number in reasons.items()]
     return "\n".join(
         (
-            f"Transformers {stored['transformers']} has {len(types)} types.\n",
+            f"The table has {len(types)} types of transformers {stored['transformers']}.\n",
             _table(("types that are", *cells), numbers),
             "## Types\n\n" + tables[0],
             "## Variants\n\n" + tables[1],

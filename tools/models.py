@@ -46,8 +46,8 @@ import torch
 import transformers
 from engines import ThreadLLM
 from oracle import TOLERANCE, Expected, Oracle, assert_exact
-from tiny_models import write_checkpoint
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from tiny_models import auto_class, without_timm, write_checkpoint
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from longspan import LLM, SamplingParams
 from longspan.errors import ParameterError
@@ -355,8 +355,8 @@ def _write_model(config: PreTrainedConfig, folder: Path) -> str | None:
     config.save_pretrained(folder)
     written = (folder / "config.json").read_bytes()
     try:
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
+        with torch.device("meta"), without_timm():
+            skeleton = auto_class(config).from_config(config)
     except Exception as error:  # noqa: BLE001 - of any class of transformers
         return f"transformers builds no model of it: {one_line(error)}"
     if (number := sum(weight.numel() for weight in skeleton.parameters())) > _MAX_WEIGHTS:

@@ -131,6 +131,11 @@ _QWEN4 = {
     "hc_lowrank": 16,
 }
 _MAMBA = ["linear_attention", "full_attention"] * (_LAYERS // 2)
+_IMAGE_TOKEN = 7
+"""A token of images that prompts of text contain, too."""
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+_QWEN_TOWER = {"depth": 2, "embed_dim": 96, "out_hidden_size": _WIDTH, "num_position_embeddings": 16}
+_GEMMA4_TOKENS = {"image_token_id": _IMAGE_TOKEN, "video_token_id": _IMAGE_TOKEN + 1, "audio_token_id": _IMAGE_TOKEN + 2}
 
 CHANGES: dict[str, Fields] = {
     "axk1": _LATENT,
@@ -165,12 +170,23 @@ CHANGES: dict[str, Fields] = {
     },
     "dots3_note_text": _DOTS3,
     "falcon_h1": {"mamba_d_ssm": 128},
-    "gemma4": {"text_config": _GEMMA4},
+    "gemma3": {"image_token_index": _IMAGE_TOKEN},
+    "gemma3n": {
+        "vision_config": {"vocab_offset": 150, "vocab_size": 30},
+        "audio_config": {
+            "vocab_offset": 180,
+            "vocab_size": VOCABULARY - 180,
+            "conf_num_attention_heads": 4,
+            "conf_num_hidden_layers": 2,
+        },
+    },
+    "gemma4": {"text_config": _GEMMA4, **_GEMMA4_TOKENS},
     "gemma4_assistant": _ASSISTANT,
     "gemma4_text": _GEMMA4,
     "gemma4_unified": {
         "text_config": _GEMMA4,
         "vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 16, "patch_size": 4, "output_proj_dims": 32},
+        **_GEMMA4_TOKENS,
     },
     "gemma4_unified_assistant": _ASSISTANT,
     "gemma4_unified_text": _GEMMA4,
@@ -192,6 +208,10 @@ CHANGES: dict[str, Fields] = {
     "minicpm3": _LATENT,
     "minimax_m3_vl_text": {"rotary_dim": _HEAD_DIM // 2},
     "ministral": {"layer_types": _MIXED},
+    "qwen2_vl": {"vision_config": _QWEN_TOWER, "text_config": {"rope_parameters": _MROPE}},
+    "qwen2_5_vl": {"vision_config": _QWEN_TOWER, "text_config": {"rope_parameters": _MROPE}},
+    "qwen3_vl": {"vision_config": _QWEN_TOWER, "text_config": {"rope_parameters": _MROPE}},
+    "qwen3_vl_moe": {"vision_config": _QWEN_TOWER, "text_config": {"rope_parameters": _MROPE}},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "reformer": {"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [32, 32]},
@@ -208,6 +228,7 @@ _LONGROPE = _FULL_ROPE | {
     "short_factor": [1.0 + 0.1 * pair for pair in range(_HEAD_DIM // 2)],
     "long_factor": [2.0 + 1.5 * pair for pair in range(_HEAD_DIM // 2)],
 }
+_LLAMA4_SCALING = _FULL_ROPE | {"rope_type": "default", "llama_4_scaling_beta": 1.0}
 _QWEN_WINDOWS: Fields = {"use_sliding_window": True, "max_window_layers": 2, "layer_types": _MIXED}
 
 VARIANTS: dict[str, dict[str, Fields]] = {
@@ -254,10 +275,14 @@ VARIANTS: dict[str, dict[str, Fields]] = {
     },
     "minimax_m3_vl_text": {"sparse layers": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (_LAYERS // 2)}},
     "mistral": {"no window": {"sliding_window": None}},
+    "mistral3": {"Ministral 3": {"text_config": {"model_type": "ministral3", "rope_parameters": _LLAMA4_SCALING}}},
     "olmo": {"clipped": {"clip_qkv": 0.5}},
     "opt": {"narrow embedding": {"word_embed_proj_dim": _WIDTH // 2, "do_layer_norm_before": False}},
     "phi3": {"longrope": {"original_max_position_embeddings": _ORIGINAL_LENGTH, "rope_parameters": _LONGROPE}},
     "qwen2": {"windows": _QWEN_WINDOWS},
+    "qwen2_vl": {
+        "windows": {"vision_config": _QWEN_TOWER, "text_config": {"rope_parameters": _MROPE, **_QWEN_WINDOWS}},
+    },
     "qwen3": {"windows": _QWEN_WINDOWS},
     "qwen3_moe": {"narrow experts": {"moe_intermediate_size": 12}},
     "stablelm": {"norms of heads": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True}},
@@ -265,9 +290,14 @@ VARIANTS: dict[str, dict[str, Fields]] = {
 """Further configurations of a type, as in published models, by their names in the table."""
 
 
+MULTIMODAL = ("aya_vision", "cohere2_vision", "glm4v", "idefics3", "internvl", "llava", "mistral3", "paligemma")
+MULTIMODAL += ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral")
+"""Types with a language model that transformers does not list as causal language models."""
+
+
 def causal_types() -> tuple[str, ...]:
     """Return all types, in the order of their names."""
-    return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    return tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL}))
 
 
 def tiny_fields(kind: str, variant: str = "", *, even: bool = True) -> Fields:

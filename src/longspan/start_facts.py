@@ -31,6 +31,7 @@ class StartFacts:
         kernels_reason: the reason why they are not used. Empty if they are.
         can_have_kernels: the processor has the instructions of longspan's kernels.
         fallbacks: sentences on parts of the model that the kernels do not compute.
+        left_out: the modules of a multimodal model that text does not need.
         profile: `found`, with the group sizes whose times it lacks on these hosts. None without a profile.
         hint: a sentence of the policy about options that were not given.
     """
@@ -54,6 +55,7 @@ class StartFacts:
     threads: int
     cores: int
     profile: str | None
+    left_out: tuple[str, ...] = ()
     hint: str | None = None
 
     def block(self) -> str:
@@ -61,6 +63,11 @@ class StartFacts:
         precision = self.dtype if self.quantization is None else f"{self.dtype}, weights in {self.quantization}"
         lines = [
             ("model", f"{self.model}, {precision}, on {self.device}"),
+            *(
+                (("left out", f"{', '.join(self.left_out)}: this model is served for text only"),)
+                if self.left_out
+                else ()
+            ),
             ("layout", f"{self.parallel} (instances: {self.num_instances}, tp: {self.tp}, pp: {self.pp})"),
             ("policy", self.policy),
             ("KV", self._kv()),
@@ -145,6 +152,7 @@ def facts_of(setup: ResolvedEngine, fallbacks: Sequence[str]) -> StartFacts:
         threads=setup.threads,
         cores=limits.cores(),
         profile=_profile_text(setup.facts),
+        left_out=model.info.left_out,
         hint=setup.policy.hint,
     )
 

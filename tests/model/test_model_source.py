@@ -99,7 +99,10 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "mamba": (MambaConfig(), "linear_attention"),
     "qwen3_next": (Qwen3NextConfig(), "linear_attention"),
     "gpt_oss": (GptOssConfig(), "sinks"),
-    "llama4": (Llama4Config(), "multimodal"),
+    "llama4": (
+        Llama4Config(text_config={"attention_chunk_size": None}),
+        "without an attention_chunk_size",
+    ),
     "llama4_text": (Llama4TextConfig(attention_chunk_size=None), "without an attention_chunk_size"),
     "deepseek_v3": (DeepseekV3Config(), "latent attention"),
     "dynamic": (LlamaConfig(rope_parameters=DYNAMIC), "dynamic RoPE"),

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from tiny_models import auto_class, without_timm
+from transformers import AutoConfig
 
 from longspan.outputs import RequestOutput
 
@@ -32,10 +33,12 @@ class Oracle:
     grows past the switch length, `generate` keeps cached keys with the short factors.
     """
 
-    def __init__(self, folder: Path, *, use_cache: bool = True) -> None:
+    def __init__(self, folder: Path, *, use_cache: bool = True, dtype: torch.dtype = torch.float32) -> None:
         self._use_cache = use_cache
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        if getattr(self._model.config, "attn_logit_softcapping", None) is not None:
+        config = AutoConfig.from_pretrained(folder)
+        with without_timm():
+            self._model = auto_class(config).from_pretrained(folder, dtype=dtype).eval()
+        if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
             self._model.set_attn_implementation("eager")  # transformers 5.17 takes sdpa, which has no softcap
         self._model.generation_config.eos_token_id = None
         self._known: dict[tuple[tuple[int, ...], int], Expected] = {}

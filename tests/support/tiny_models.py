@@ -1,6 +1,7 @@
 """Tiny random checkpoints of the supported architectures, written as ordinary Hugging Face folders."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     Gemma2Config,
     Glm4Config,
@@ -109,7 +113,8 @@ def make_speaking(folder: Path, config: PreTrainedConfig | None = None) -> Path:
     """Write one with the tokenizer and the chat template of SmolLM2: fast nonsense, in all of Unicode."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
     config = config or TINY["llama"]()
-    config.vocab_size, config.eos_token_id, config.bos_token_id = len(tokenizer), tokenizer.eos_token_id, None
+    own = config.get_text_config()
+    own.vocab_size, own.eos_token_id, own.bos_token_id = len(tokenizer), tokenizer.eos_token_id, None
     write_checkpoint(config, folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -129,12 +134,40 @@ def make_bytes(folder: Path) -> Path:
     return folder
 
 
+@contextmanager
+def without_timm() -> Iterator[None]:
+    """Let transformers build models whose vision tower is one of timm, which is not installed. No text calls it."""
+    build = AutoModel.from_config
+
+    def from_config(config: PreTrainedConfig, **options: Any) -> Any:
+        try:
+            return build(config, **options)
+        except ImportError:
+            return torch.nn.Identity()
+
+    AutoModel.from_config = from_config  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AutoModel.from_config = build  # type: ignore[method-assign]
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' class that builds the model of a configuration: of a multimodal one, the whole model."""
+    if config.get_text_config() is not config:
+        for auto in (AutoModelForImageTextToText, AutoModelForMultimodalLM):
+            if type(config) in auto._model_mapping:
+                return auto
+    return AutoModelForCausalLM
+
+
 def write_checkpoint(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
     """Write a random float32 checkpoint of `config` to `folder`."""
-    config.initializer_range = 0.12
+    config.initializer_range = config.get_text_config().initializer_range = 0.12
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with without_timm():
+            model = auto_class(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 # Biases, norm weights and the experts' offsets, which start as zeros or ones. Tied ones share memory.

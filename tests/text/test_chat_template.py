@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,8 +16,10 @@ from refusals import refused
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longspan.core.sampling import SamplingParams
+from longspan.model.files import ModelError
 from longspan.model.source import smollm2_folder
 from longspan.text.input_processor import InputProcessor, conversations
+from longspan.text.tokenizer import tokenizer_in
 
 HELLO: dict[str, Any] = {"role": "user", "content": "Hello"}
 TALK: list[dict[str, Any]] = [
@@ -70,6 +74,42 @@ def test_a_message_that_only_calls_tools_has_no_text(tokenizer: PreTrainedTokeni
     assert render(tokenizer, asked, {}) == render(tokenizer, [HELLO, {"role": "assistant", "content": ""}, HELLO], {})
     shown = {"chat_template": "{{ messages[1].tool_calls[0].function.name }}{{ messages[1].content }}"}
     assert render(tokenizer, asked, shown) == "f"
+
+
+PARTS = (
+    "{% for message in messages %}<{{ message['role'] }}>"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% endfor %}"
+)
+"""Shows a content only as a list of parts, as templates of older multimodal models do."""
+BOTH = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{{ message['content'][0]['text'] }} in parts{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_takes_parts_shows_every_content(tokenizer: PreTrainedTokenizerBase) -> None:
+    in_parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    for messages in ([HELLO], in_parts):
+        assert render(tokenizer, messages, {"chat_template": PARTS}) == "<user>Hello"
+        assert render(tokenizer, messages, {"chat_template": BOTH}) == "Hello"
+    assert render(tokenizer, TALK, {"chat_template": PARTS}).count("Hello") == 1
+
+
+def test_the_template_of_a_processor_is_that_of_its_tokenizer(tmp_path: Path) -> None:
+    """Older multimodal models have it in a file of their processor."""
+    own = AutoTokenizer.from_pretrained(smollm2_folder())
+    own.chat_template = None
+    own.save_pretrained(tmp_path)
+    assert not tokenizer_in(tmp_path, "m", trust_remote_code=False).chat_template
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
+    assert tokenizer_in(tmp_path, "m", trust_remote_code=False).chat_template == PARTS
+    (tmp_path / "chat_template.jinja").write_text(BOTH)
+    assert tokenizer_in(tmp_path, "m", trust_remote_code=False).chat_template == BOTH
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer of 'm' cannot be loaded"):
+        tokenizer_in(tmp_path, "m", trust_remote_code=False)
 
 
 @pytest.mark.parametrize(("prompt", "shown"), [(5, "5"), ([1, "a"], "[1, 'a']"), ([1.5], "[1.5]")])

@@ -133,7 +133,8 @@ def _model_of(weights: Path) -> str:
     except (OSError, ValueError, SafetensorError, StopIteration):
         return "unknown"
     [architecture, *_] = config.get("architectures") or ["unknown"]
-    return f"{architecture}, {config.get('num_hidden_layers', '?')} layers, {_DTYPES.get(dtype, dtype)}"
+    layers = config.get("text_config", config).get("num_hidden_layers", "?")
+    return f"{architecture}, {layers} layers, {_DTYPES.get(dtype, dtype)}"
 
 
 def _models_of_document(folder: Path) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,15 @@ from longspan.attn.spec import AttnSpec, as_output
 from longspan.model.cached_lengths import give_cached_lengths
 from longspan.model.files import ModelFiles
 from longspan.model.shard import Shard
-from longspan.model.skeleton import BUILT_WITH, build_skeleton, decoder_layers, load_config, trunk_base
+from longspan.model.skeleton import (
+    BUILT_WITH,
+    build_skeleton,
+    decoder_layers,
+    load_config,
+    text_config,
+    trunk_base,
+    trunk_path,
+)
 from longspan.model.step import Attend, CurrentStep, Reduce, StepState
 from longspan.model.store import DTYPES, StoredTensors
 from longspan.model.trunk import LayerTrunk, SingleTokenTrunk, by_keyword
@@ -142,9 +150,10 @@ class Model:
     @torch.no_grad()
     def rotary(self, positions: Tensor, rope_lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Compute cosines and sines `[1, tokens, rotary_dim]`. See `Rows` for the arguments."""
+        trunk: Any = self.module.get_submodule(trunk_path(self.module))
         like = torch.empty(1, 0, 0, dtype=self.module.dtype, device=positions.device)
         with self._current.during(StepState(rope_lengths=rope_lengths)):
-            cos, sin = self._base.rotary_emb(like, positions[None])
+            cos, sin = trunk.rotary_emb(like, positions[None])
         return cos, sin
 
     @torch.no_grad()
@@ -199,7 +208,7 @@ class Model:
         from longspan.model.quantization import map_levels  # noqa: PLC0415
         from longspan.model.whole_step import RotaryTable, whole_step  # noqa: PLC0415
 
-        positions = probe_positions(self.module.config, self.info.context_length)
+        positions = probe_positions(text_config(self.module.config), self.info.context_length)
         # A share of tensor parallelism reads the bfloat16 weights, not the levels.
         levels = {} if self.shard.size > 1 else map_levels(weights)
         own_weights = self.module.named_parameters(remove_duplicate=False)
@@ -247,7 +256,7 @@ class Model:
             return self.layer_arguments(positions, torch.full_like(positions, int(positions.max()) + 1))
 
         reduce = None if self.shard.size == 1 else self._current.reduce
-        positions = probe_positions(self.module.config, self.info.context_length)
+        positions = probe_positions(text_config(self.module.config), self.info.context_length)
         with self.summed_by(lambda partial: partial):
             fuse_cuda_layers(self.layers, self.specs, reduce, arguments_at, positions, log=self._log_fallback)
 

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
+from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.initialization import no_init_weights
 
 from longspan.model.files import ModelError, Quantization, cache_root, one_line
@@ -23,7 +24,7 @@ from longspan.model.folder import stored_types, weight_files
 from longspan.model.info import ModelInfo
 from longspan.model.probe import NoProducts, gather_info
 from longspan.model.quantization import is_quantised, quantise
-from longspan.model.skeleton import BUILT_WITH, load_config, quiet_transformers
+from longspan.model.skeleton import BUILT_WITH, causal_class, left_out, load_config, quiet_transformers, text_config
 from longspan.model.store import DTYPES, GRID, NOTES, NUMBERS, Matrices, WeightForm, named_tensors
 
 _MATRIX = 2
@@ -80,7 +81,7 @@ def _initialise(config_dir: Path, form: WeightForm, seed: int) -> PreTrainedMode
 
 
 def _new_model(config: PreTrainedConfig, form: WeightForm) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+    model: PreTrainedModel = causal_class(config).from_config(
         config, dtype=DTYPES[form.dtype], attn_implementation=BUILT_WITH, trust_remote_code=form.trust_remote_code
     )
     return model.eval()
@@ -92,9 +93,11 @@ def _load(config_dir: Path, form: WeightForm) -> tuple[PreTrainedModel, list[str
     if not files:
         raise ModelError(f"{config_dir} has no weights: it needs a model.safetensors, or an index of shards")
     types = stored_types(files)
+    config = load_config(config_dir, form.trust_remote_code)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = causal_class(config).from_pretrained(
             config_dir,
+            config=config,
             dtype=DTYPES[form.dtype],
             attn_implementation=BUILT_WITH,
             trust_remote_code=form.trust_remote_code,
@@ -103,7 +106,8 @@ def _load(config_dir: Path, form: WeightForm) -> tuple[PreTrainedModel, list[str
         )
     except _LOAD_ERRORS as error:
         raise ModelError(f"{config_dir}: its weights cannot be loaded ({one_line(error)})") from error
-    unused = report["unexpected_keys"]
+    removed = tuple(f"{path}." for path in left_out(model))
+    unused = {name for name in report["unexpected_keys"] if not name.startswith(removed)}
     _check_plain(config_dir, model, types, unused)
     if wrong := sorted(report["mismatched_keys"]):
         name, stored, expected = wrong[0]
@@ -138,7 +142,7 @@ def _some(names: Collection[str]) -> str:
 def _check_plain(config_dir: Path, model: PreTrainedModel, types: dict[str, str], unused: AbstractSet[str]) -> None:
     """Raise ModelError for quantised weights, which need their scales, if the configuration states no quantisation."""
     ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ("$^",)))  # noqa: SLF001
-    own = {_leaf(name) for name in model.state_dict()}
+    own = {_leaf(name) for name in (*model.state_dict(), *chain(*left_out(model).values()))}
     names = {*unused, *(name for name in types if not ignored.search(name))}
     scales = {name for name in names if _SCALES.search(name) and _leaf(name) not in own}
     weights = {name for name, kind in types.items() if name.endswith(_WEIGHTS) and not kind.startswith(_PLAIN_TYPES)}
@@ -171,7 +175,7 @@ def _write_drawn(config_dir: Path, path: Path, form: WeightForm, seed: int) -> N
     matrices = Matrices(
         seed=seed,
         dtype=form.dtype,
-        deviation=getattr(config, "initializer_range", _DEVIATION),
+        deviation=getattr(text_config(config), "initializer_range", _DEVIATION),
         shapes=shapes,
     )
     with NoProducts():

@@ -28,7 +28,12 @@ _DTYPES_OF_TYPES = {
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """A folder with none of these files has no tokenizer."""
-_MORE_OF_TOKENIZERS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""The chat template of older multimodal models."""
+_MORE_OF_TOKENIZERS = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("chat_template.jinja", PROCESSOR_TEMPLATE),
+)
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:

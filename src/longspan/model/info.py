@@ -26,6 +26,7 @@ class ModelInfo:
         layers_path: the path of the list of layers in the model.
         roles: in each layer, the roles of its matrices. Empty if they were not observed.
         attends_by_cache: attention is reached by the KV cache, see `model.cache_interface`.
+        left_out: the paths of the modules of a multimodal model that text does not need.
     """
 
     num_layers: int
@@ -42,6 +43,7 @@ class ModelInfo:
     layers_path: str = "model.layers"
     roles: tuple[LayerRoles, ...] = ()
     attends_by_cache: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def head_layers(self) -> float:

@@ -21,7 +21,15 @@ from longspan.attn.spec import AttnSpec, as_output
 from longspan.attn.spec_reader import CHUNKED, LAYER_TYPES, UnsupportedAttentionError, read_spec, rope_dicts
 from longspan.model.files import FAILURES, ModelError, one_line
 from longspan.model.info import ModelInfo
-from longspan.model.skeleton import BUILT_WITH, build_skeleton, decoder_layers, layers_path, load_config
+from longspan.model.skeleton import (
+    BUILT_WITH,
+    build_skeleton,
+    decoder_layers,
+    layers_path,
+    left_out,
+    load_config,
+    text_config,
+)
 from longspan.model.trace import Trace, find_roles
 
 if TYPE_CHECKING:
@@ -36,17 +44,16 @@ def check_supported(config_dir: Path, trust_remote_code: bool) -> None:
     config = load_config(config_dir, trust_remote_code)
     for problem in _config_problems(config):
         raise ModelError(f"{config.model_type} is not supported: {problem}")
-    for problem in _class_problems(build_skeleton(config, trust_remote_code)):
+    for problem in _class_problems(build_skeleton(config, trust_remote_code, attn_implementation=BUILT_WITH)):
         raise ModelError(f"{config.model_type} is not supported: {problem}")
 
 
 def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder model; longspan serves decoder-only ones"
-    if config.get_text_config() is not config:
-        yield "it is a multimodal model; use its text-only checkpoint"
     if getattr(config, "quantization_config", None) is not None:
         yield "its weights are quantised; use the unquantised checkpoint"
+    config = text_config(config)
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
         yield f"it has layers of type {', '.join(unknown)}; longspan serves full, sliding-window and chunked attention"
     if CHUNKED in (getattr(config, "layer_types", None) or ()) and not getattr(config, "attention_chunk_size", None):
@@ -87,7 +94,7 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
     Raise ModelError if an AttnSpec cannot describe a layer, or the configuration states no context length, or other
     sliding windows than the observed ones.
     """
-    config = model.config
+    config = text_config(model.config)
     specs, by_cache = _all_specs(model)
     _check_windows(config, specs)
     with NoProducts():
@@ -100,7 +107,7 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
         hidden_size=config.hidden_size,
         layer_weights=sum(weight.numel() for weight in decoder_layers(model).parameters()) / config.num_hidden_layers,
         context_length=_context_length(config),
-        eos_token_ids=_eos_token_ids(config, config_dir),
+        eos_token_ids=_eos_token_ids(model.config, config_dir),
         specs=specs,
         rope_switch_length=_rope_switch_length(config),
         layers_return_tuples=observed.returns_tuples,
@@ -109,6 +116,7 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
         layers_path=layers_path(model),
         roles=roles,
         attends_by_cache=by_cache,
+        left_out=tuple(left_out(model)),
     )
 
 
@@ -119,7 +127,7 @@ def _all_specs(model: PreTrainedModel) -> tuple[tuple[AttnSpec, ...], bool]:
         specs = _probe_specs(model, (0, 1), by_cache=by_cache)
     except _NoArgumentsError:
         by_cache, specs = True, _probe_specs(model, (0, 1), by_cache=True)
-    num_layers: int = model.config.num_hidden_layers
+    num_layers: int = text_config(model.config).num_hidden_layers
     if sorted(specs) != list(range(num_layers)):
         raise ModelError(
             f"{type(model).__name__}: {len(specs)} of its {num_layers} layers use transformers' attention interface; "
@@ -359,8 +367,8 @@ def _eos_token_ids(config: PreTrainedConfig, config_dir: Path) -> tuple[int, ...
     eos = None
     if (config_dir / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(config_dir).eos_token_id
-    if eos is None:
-        eos = getattr(config, "eos_token_id", None)
+    for own in (config, text_config(config)):
+        eos = getattr(own, "eos_token_id", None) if eos is None else eos
     if eos is None:
         return ()
     return (eos,) if isinstance(eos, int) else tuple(eos)

@@ -28,7 +28,14 @@ from longspan.attn.spec_reader import rope_dicts
 from longspan.model.files import FAILURES, ModelFiles, one_line
 from longspan.model.info import ModelInfo
 from longspan.model.probe import observe
-from longspan.model.skeleton import BUILT_WITH, build_skeleton, decoder_layers, layer_kind, load_config
+from longspan.model.skeleton import (
+    BUILT_WITH,
+    build_skeleton,
+    decoder_layers,
+    layer_kind,
+    load_config,
+    text_config,
+)
 from longspan.model.stages import PassThrough
 from longspan.model.store import named_tensors
 
@@ -124,13 +131,13 @@ def shrink(
     NoCopyError if no copy works. The largest attempt has 16 times the usual size.
     """
     config = load_config(files.config_dir, files.trust_remote_code)
-    layers = list(decoder_layers(build_skeleton(config, files.trust_remote_code)))
+    layers = list(decoder_layers(build_skeleton(config, files.trust_remote_code, attn_implementation=BUILT_WITH)))
     kept = _kept(layers, info.specs, stages)
     num_weights = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
     sizes = [
         (chosen, has_small_vocab, divisor, with_heads)
         for chosen, has_small_vocab in ((kept, True), (kept, False), ([*range(len(layers))], True))
-        for divisor, with_heads in _divisors(config, tp)
+        for divisor, with_heads in _divisors(text_config(config), tp)
     ]
     reason = "its layers are too large"
     for max_weights in (_MAX_WEIGHTS, 4 * _MAX_WEIGHTS, 16 * _MAX_WEIGHTS):
@@ -202,11 +209,13 @@ def _is_width(value: object) -> TypeGuard[int | list[int]]:
 def _small_config(
     config: PreTrainedConfig, divisor: int, *, with_heads: bool, has_small_vocab: bool
 ) -> PreTrainedConfig:
+    small = copy.deepcopy(config)
+    own = text_config(small)
     changes: dict[str, Any] = {
         name: [width // divisor for width in value] if isinstance(value, list) else value // divisor
-        for name, value in _widths(config).items()
+        for name, value in _widths(own).items()
     }
-    for name, value in vars(config).items():
+    for name, value in vars(own).items():
         if type(value) is not int:
             continue
         if with_heads and name in _HEAD_DIMS:
@@ -217,10 +226,9 @@ def _small_config(
             changes[name] = min(value, _VOCAB_SIZE)
         elif has_small_vocab and name.endswith("_token_id"):
             changes[name] = value % _VOCAB_SIZE
-    small = copy.deepcopy(config)
     for name, value in changes.items():
-        setattr(small, name, value)
-    for rope in rope_dicts(small):
+        setattr(own, name, value)
+    for rope in rope_dicts(own):
         assert isinstance(rope, dict), "the copy's own"
         rope.update({name: min(rope[name], top) for name, top in _LENGTHS.items() if isinstance(rope.get(name), int)})
     return small
@@ -255,7 +263,7 @@ def _with_facts(module: PreTrainedModel, info: ModelInfo, kept: Sequence[int]) -
         info,
         specs=tuple(specs),
         vocab_size=module.get_input_embeddings().weight.shape[0],
-        hidden_size=module.config.hidden_size,
+        hidden_size=text_config(module.config).hidden_size,
         passed_width=observed.passed_width,
         rope_switch_length=None if info.rope_switch_length is None else _LENGTHS["original_max_position_embeddings"],
     )

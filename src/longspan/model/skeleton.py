@@ -5,9 +5,10 @@ Importing transformers' models takes a second or two, so this module is imported
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -54,6 +55,27 @@ def load_config(config_dir: Path, trust_remote_code: bool) -> PreTrainedConfig:
         raise ModelError(f"{config_dir}/config.json cannot be used: {one_line(error)}") from error
 
 
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of the language model, which the configuration of a multimodal model contains.
+
+    Raise ModelError if there are several.
+    """
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise ModelError(f"{config.model_type} is not supported: it has several language models") from error
+
+
+def causal_class(config: PreTrainedConfig) -> Any:  # noqa: ANN401 - a class of transformers, typed loosely
+    """Return the class that builds and loads the model, by `from_config` and `from_pretrained`."""
+    if text_config(config) is not config:
+        from longspan.model.text_part import text_class  # noqa: PLC0415 - for multimodal models alone
+
+        if (own := text_class(config)) is not None:
+            return own
+    return AutoModelForCausalLM
+
+
 def build_skeleton(
     config: PreTrainedConfig, trust_remote_code: bool, *, device: str = "meta", **options: object
 ) -> PreTrainedModel:
@@ -63,9 +85,11 @@ def build_skeleton(
     """
     try:
         with torch.device(device), quiet_transformers():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = causal_class(config).from_config(
                 config, trust_remote_code=trust_remote_code, **options
             )
+    except ModelError:
+        raise
     except (*_CONFIG_ERRORS, AssertionError) as error:  # torch and transformers assert that sizes fit
         raise ModelError(
             f"{config.model_type} is not supported: transformers builds no causal language model from its "
@@ -74,12 +98,25 @@ def build_skeleton(
     return model.eval()
 
 
+def left_out(model: PreTrainedModel) -> Mapping[str, frozenset[str]]:
+    """Return the modules that a multimodal model has lost, by path, with the names of their tensors."""
+    removed: Mapping[str, frozenset[str]] = vars(model).get("left_out", {})
+    return removed
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the list of layers, whose attention modules have the layers' indices. Raise ModelError if none exists."""
-    size: int = model.config.num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == size and all(map(_has_index, module, range(size))):
-            return module
+    config = text_config(model.config)
+    size: int = config.num_hidden_layers
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == size and all(map(_has_index, module, range(size)))
+    ]
+    # a tower for other inputs than text may have as many layers
+    own = [layers for layers in lists if any(getattr(part, "config", None) is config for part in layers.modules())]
+    for layers in own or lists:
+        return layers
     raise ModelError(f"{type(model).__name__} does not keep its layers in a list; this architecture is not supported")
 
 
@@ -109,8 +146,14 @@ def trunk_path(model: PreTrainedModel) -> str:
 
 
 def trunk_base(model: PreTrainedModel) -> nn.Module:
-    """Return the model below the output head. Not every class states its name in `base_model_prefix`."""
-    return model.get_submodule(trunk_path(model).partition(".")[0])
+    """Return the module that computes everything but the head, or the whole model if there is none.
+
+    Not every class states its name in `base_model_prefix`.
+    """
+    first = trunk_path(model).partition(".")[0]
+    base: nn.Module = getattr(model, model.base_model_prefix, None) or model.get_submodule(first)
+    head = model.get_output_embeddings()
+    return model if any(part is head for part in base.modules()) else base
 
 
 def _has_index(layer: nn.Module, index: int) -> bool:

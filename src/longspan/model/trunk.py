@@ -127,7 +127,7 @@ class LayerTrunk:
     def _head(self, base_output: object, arguments: dict[str, Any], keep: Tensor) -> Tensor:
         """Compute logits from the output of the module below the head, which does not run."""
         below = self._module.get_submodule(self._path)
-        self._module.set_submodule(self._path, _Replay(base_output))
+        self._module.set_submodule(self._path, _Replay(below, base_output))
         try:
             logits: Tensor = self._module(logits_to_keep=keep, **arguments).logits[0]
         finally:
@@ -174,11 +174,18 @@ class SingleTokenTrunk:
 
 
 class _Replay(nn.Module):
-    """Replaces the module below the head, and returns its earlier output."""
+    """Replaces the module below the head, and returns its earlier output.
 
-    def __init__(self, output: object) -> None:
+    It has the attributes of that module: multimodal models read the embeddings there.
+    """
+
+    def __init__(self, below: nn.Module, output: object) -> None:
         super().__init__()
-        self._output = output
+        self._below, self._output = below, output
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute
+        own = vars(self)["_modules"]
+        return own[name] if name in own else getattr(own["_below"], name)
 
     def forward(self, *_: object, **__: object) -> object:
         return self._output

@@ -269,7 +269,10 @@ def _similar_field(error: ErrorDetails, body: object) -> str:
 
 _MEDIA = re.compile(r"(input_)?(image|audio|video|file|document)(_url)?")
 """Types of parts of messages that are no text, in the APIs of OpenAI, Anthropic and vLLM."""
-_ONLY_TEXT = ". Only text is served: send the text of images, recordings and files"
+_ONLY_TEXT = (
+    ". Only text is served, also by models that know images or sound: remove this part, or send the text of images, "
+    "recordings and files"
+)
 
 
 def _given(error: ErrorDetails) -> str:

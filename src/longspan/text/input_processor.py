@@ -204,6 +204,31 @@ class InputProcessor:
                 raise ValueError(f"{problem}: choose {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
 
     def _rendered(self, messages: Sequence[Message], template: TemplateOptions) -> str:
+        if self._takes_parts(template):
+            messages = [{**own, "content": _parts(own["content"])} for own in messages]
+        return self._applied(messages, template)
+
+    def _takes_parts(self, template: TemplateOptions) -> bool:
+        """Return True if the template shows a content only as a list of parts, as those of some multimodal models."""
+        own = template.get("chat_template")
+        if own not in self._forms:
+            mark = f"{secrets.randbelow(10**16):016d}"
+
+            def shows(content: object) -> bool:
+                try:
+                    return mark in self._applied([{"role": "user", "content": content}], {"chat_template": own})
+                except (ValueError, *TEMPLATE_ERRORS):  # the conversation itself is rendered later
+                    return False
+
+            self._forms[own] = not shows(mark) and shows(_parts(mark))
+        return self._forms[own]
+
+    @cached_property
+    def _forms(self) -> dict[str | None, bool]:
+        """For each template, whether it shows a content only as a list of parts. None is the model's own template."""
+        return {}
+
+    def _applied(self, messages: Sequence[Message], template: TemplateOptions) -> str:
         try:
             rendered = self._need_tokenizer().apply_chat_template(
                 [dict(message) for message in messages],
@@ -262,6 +287,10 @@ class InputProcessor:
         return self.tokenizer
 
 
+def _parts(content: object) -> list[dict[str, object]]:
+    return [{"type": "text", "text": content}]
+
+
 def _unwrapped(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
     """Return the text, the token ids and the cache salt of a prompt. Either the text or the ids may be None."""
     if isinstance(prompt, str):
@@ -310,6 +339,7 @@ def _checked_message(where: str, message: object) -> dict[str, object]:
     for part in content:
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if not isinstance(text, str):
-            raise ValueError(f"{where} has a part that is not text: {part!r:.60}")
+            problem = f"{where} has a part that is not text: {part!r:.60}"
+            raise ValueError(f"{problem}. longspan serves text only: remove this part, or give its text")
         texts.append(text)
     return {**message, "content": "\n".join(texts)}

@@ -15,8 +15,8 @@ from llguidance import LLTokenizer
 
 from longspan.core.exports import uncollected
 from longspan.model.contents import content_hash
-from longspan.model.files import ModelError, ModelFiles, check_whole, one_line
-from longspan.model.folder import tokenizer_files
+from longspan.model.files import ModelError, ModelFiles, check_whole, one_line, read_json
+from longspan.model.folder import PROCESSOR_TEMPLATE, tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -54,7 +54,12 @@ def tokenizer_in(folder: Path, name: str, *, trust_remote_code: bool) -> PreTrai
     for path in tokenizer_files(folder).values():
         check_whole(path)
     try:
-        return AutoTokenizer.from_pretrained(folder, config=_plain_config(folder), trust_remote_code=trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, config=_plain_config(folder), trust_remote_code=trust_remote_code
+        )
+        if not tokenizer.chat_template and (template := folder / PROCESSOR_TEMPLATE).is_file():
+            tokenizer.chat_template = read_json(template)["chat_template"]
+        return tokenizer
     except Exception as error:
         if type(error) is not Exception and not isinstance(error, _LOAD_ERRORS):  # the tokenizers library raises that
             raise

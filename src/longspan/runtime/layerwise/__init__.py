@@ -116,4 +116,4 @@ class LayerwiseStep:
 
     def without_tokens(self, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         """Take part in a layer's exchanges when this rank has no token."""
-        self.output(layer, torch.empty(0, self._model.module.config.hidden_size, dtype=dtype, device=device))
+        self.output(layer, torch.empty(0, self._model.info.hidden_size, dtype=dtype, device=device))
