@@ -170,6 +170,10 @@ CHANGES: dict[str, Fields] = {
     },
     "dots3_note_text": _DOTS3,
     "falcon_h1": {"mamba_d_ssm": 128},
+    "emu3": {
+        "vocabulary_map": {"<image>": _IMAGE_TOKEN},
+        "vq_config": {"base_channels": 32, "codebook_size": 64, "channel_multiplier": [1, 1], "num_res_blocks": 1},
+    },
     "gemma3": {"image_token_index": _IMAGE_TOKEN},
     "gemma3n": {
         "vision_config": {"vocab_offset": 150, "vocab_size": 30},
@@ -191,6 +195,7 @@ CHANGES: dict[str, Fields] = {
     "gemma4_unified_assistant": _ASSISTANT,
     "gemma4_unified_text": _GEMMA4,
     "glm4_moe_lite": _LATENT,
+    "glm4v": {"vision_config": _QWEN_TOWER, "text_config": {"rope_parameters": _MROPE}},
     "glm_moe_dsa": _LATENT,
     "gpt_neo": {"attention_types": [[["global", "local"], _LAYERS // 2]]},
     "gptj": {"rotary_dim": _HEAD_DIM // 2},
@@ -237,6 +242,7 @@ VARIANTS: dict[str, dict[str, Fields]] = {
         "ALiBi": {"alibi": True},
         "sequential": {"parallel_attn": False, "bias": True, "multi_query": False, "num_kv_heads": _HEADS},
     },
+    "gemma3": {"image token outside of the vocabulary": {"image_token_index": VOCABULARY + 1}},
     "gemma3n_text": {"no shared KV": {"num_kv_shared_layers": 0}},
     "gemma4_text": {
         "no shared KV": {"num_kv_shared_layers": 0},
@@ -262,6 +268,7 @@ VARIANTS: dict[str, dict[str, Fields]] = {
     "gpt2": {"scales of layers": {"scale_attn_by_inverse_layer_idx": True}},
     "gpt_bigcode": {"several KV heads": {"multi_query": False}},
     "gpt_neox": {"sequential": {"use_parallel_residual": False}},
+    "llama4": {"full attention": {"text_config": {"layer_types": ["full_attention"] * _LAYERS, "attn_temperature_tuning": False}}},
     "llama": {
         "biases": {"attention_bias": True, "mlp_bias": True},
         "yarn": {"rope_parameters": _FULL_ROPE | {"rope_type": "yarn", "factor": 16.0}},

@@ -25,7 +25,7 @@ _SHORTEST = 16
 """The smallest length, in tokens, whose multiples are checked. The first positions cover shorter lengths."""
 _MULTIPLES = 16
 """Checked multiples of a length, from either end of the context. More of them slow down every start."""
-_HARMLESS = {"position_ids", "use_cache", "cache_position", "position_embeddings"}
+_HARMLESS = {"position_ids", "use_cache", "cache_position", "position_embeddings", "logits_to_keep", "return_dict"}
 """Arguments that do not change the results of a layer, in addition to all that begin with "output_"."""
 
 

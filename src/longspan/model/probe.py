@@ -44,7 +44,7 @@ def check_supported(config_dir: Path, trust_remote_code: bool) -> None:
     config = load_config(config_dir, trust_remote_code)
     for problem in _config_problems(config):
         raise ModelError(f"{config.model_type} is not supported: {problem}")
-    for problem in _class_problems(build_skeleton(config, trust_remote_code, attn_implementation=BUILT_WITH)):
+    for problem in _class_problems(build_skeleton(config, trust_remote_code)):
         raise ModelError(f"{config.model_type} is not supported: {problem}")
 
 

@@ -131,7 +131,7 @@ def shrink(
     NoCopyError if no copy works. The largest attempt has 16 times the usual size.
     """
     config = load_config(files.config_dir, files.trust_remote_code)
-    layers = list(decoder_layers(build_skeleton(config, files.trust_remote_code, attn_implementation=BUILT_WITH)))
+    layers = list(decoder_layers(build_skeleton(config, files.trust_remote_code)))
     kept = _kept(layers, info.specs, stages)
     num_weights = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
     sizes = [

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from longspan.model.files import ModelError, one_line
+from longspan.model.probe import PROBE
 from longspan.model.skeleton import decoder_layers, text_config, trunk_path
 
 _MAPPINGS = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
@@ -68,20 +69,21 @@ def _without_other_parts(of: type[PreTrainedModel]) -> type[PreTrainedModel]:
         config: PreTrainedConfig,
         *,
         trust_remote_code: bool = False,  # noqa: ARG001 - transformers' own class
+        attn_implementation: str = PROBE,  # which needs no mask, so masks need no values
         **options: object,
     ) -> PreTrainedModel:
-        return own._from_config(config, **options)  # type: ignore[no-any-return]  # noqa: SLF001 - as AutoModel does
+        return own._from_config(config, attn_implementation=attn_implementation, **options)  # type: ignore[no-any-return]  # noqa: SLF001 - as AutoModel does
 
     return type(of.__name__, (of,), {"__init__": init, "from_config": classmethod(from_config), "__module__": of.__module__})
 
 
 @contextmanager
 def _language_model_only(config: PreTrainedConfig) -> Iterator[None]:
-    """Let `AutoModel.from_config` return None, as for an absent tower, instead of the models of other inputs."""
+    """Let `AutoModel.from_config` return empty modules instead of the models of other inputs."""
     build = AutoModel.from_config
 
-    def from_config(part: PreTrainedConfig, **options: object) -> PreTrainedModel | None:
-        return build(part, **options) if part is text_config(config) else None  # type: ignore[no-any-return]
+    def from_config(part: PreTrainedConfig, **options: object) -> nn.Module:
+        return build(part, **options) if part is text_config(config) else nn.Module()  # type: ignore[no-any-return]
 
     with _building:
         AutoModel.from_config = from_config  # type: ignore[assignment,method-assign]
