@@ -135,7 +135,11 @@ _IMAGE_TOKEN = 7
 """A token of images that prompts of text contain, too."""
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 _QWEN_TOWER = {"depth": 2, "embed_dim": 96, "out_hidden_size": _WIDTH, "num_position_embeddings": 16}
-_GEMMA4_TOKENS = {"image_token_id": _IMAGE_TOKEN, "video_token_id": _IMAGE_TOKEN + 1, "audio_token_id": _IMAGE_TOKEN + 2}
+_GEMMA4_TOKENS = {
+    "image_token_id": _IMAGE_TOKEN,
+    "video_token_id": _IMAGE_TOKEN + 1,
+    "audio_token_id": _IMAGE_TOKEN + 2,
+}
 
 CHANGES: dict[str, Fields] = {
     "axk1": _LATENT,
@@ -268,7 +272,11 @@ VARIANTS: dict[str, dict[str, Fields]] = {
     "gpt2": {"scales of layers": {"scale_attn_by_inverse_layer_idx": True}},
     "gpt_bigcode": {"several KV heads": {"multi_query": False}},
     "gpt_neox": {"sequential": {"use_parallel_residual": False}},
-    "llama4": {"full attention": {"text_config": {"layer_types": ["full_attention"] * _LAYERS, "attn_temperature_tuning": False}}},
+    "llama4": {
+        "full attention": {
+            "text_config": {"layer_types": ["full_attention"] * _LAYERS, "attn_temperature_tuning": False}
+        }
+    },
     "llama": {
         "biases": {"attention_bias": True, "mlp_bias": True},
         "yarn": {"rope_parameters": _FULL_ROPE | {"rope_type": "yarn", "factor": 16.0}},
@@ -297,7 +305,7 @@ VARIANTS: dict[str, dict[str, Fields]] = {
 """Further configurations of a type, as in published models, by their names in the table."""
 
 
-MULTIMODAL = ("aya_vision", "cohere2_vision", "glm4v", "idefics3", "internvl", "llava", "mistral3", "paligemma")
+MULTIMODAL: tuple[str, ...] = ("aya_vision", "cohere2_vision", "glm4v", "idefics3", "internvl", "llava", "mistral3", "paligemma")
 MULTIMODAL += ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral")
 """Types with a language model that transformers does not list as causal language models."""
 

@@ -55,8 +55,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, output_lo
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("multimodal")
     return {
-        name: write_checkpoint(tiny_types.tiny_config(name, variant), root / name)
-        for name, variant in FAMILIES.items()
+        name: write_checkpoint(tiny_types.tiny_config(name, variant), root / name) for name, variant in FAMILIES.items()
     }
 
 
@@ -83,7 +82,7 @@ def cases() -> list[Any]:
 def test_prompts_and_turns_are_those_of_the_whole_model(
     engines: Engines, families: dict[str, Path], oracles_of_families: dict[str, Oracle], name: str, exchange: str
 ) -> None:
-    """Prompts in several chunks, and a second turn whose prefix is cached. Some tokens stand for images."""
+    """Prompts in several chunks, and a second turn whose prefix is cached. Some tokens are those of images."""
     llm = engines(families[name], **LAYOUTS[exchange])
     llm.set_policy("context", {"threshold": "20", "exchange": exchange})
     oracle, prompts = oracles_of_families[name], prompts_of(5, 63, 97)
@@ -198,7 +197,7 @@ def test_another_tensor_is_named_and_towers_are_not(gemma3: Path, caplog: pytest
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_dummy_weights_have_the_form_of_read_ones(families: dict[str, Path], name: str) -> None:
-    """Also those that ranks draw on devices, of which only the description is stored."""
+    """Also of weights that ranks draw on devices: only their description is stored."""
     read = read_info(prepare(str(families[name]), dtype="float32").weights)
     for device in ("cpu", "cuda"):
         drawn = prepare(str(families[name]), dtype="float32", load_format="dummy", device=device)
@@ -215,7 +214,9 @@ def test_the_checkpoints_precision_is_that_of_its_language_model(tmp_path: Path)
 # ---------------------------------------------------------------- reports
 
 
-def test_the_facts_name_the_parts_that_are_left_out(families: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_facts_name_the_parts_that_are_left_out(
+    families: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="longspan"), ThreadLLM(str(families["gemma3"]), skip_tokenizer_init=True):
         pass
     [block] = [record.getMessage() for record in caplog.records if "the engine has started" in record.getMessage()]

@@ -215,7 +215,7 @@ def test_messages_of_any_role_are_rendered_no_more_than_twice(tokenizer: PreTrai
     talk = [{"role": f"critic {index}", "content": str(index) * 9} for index in range(300)]
     with patch.object(tokenizer, "apply_chat_template", wraps=tokenizer.apply_chat_template) as applied:
         assert render(tokenizer, talk, {}).count("<|im_start|>critic") == 300
-    assert applied.call_count <= 2
+    assert sum(len(call.args[0]) == len(talk) for call in applied.call_args_list) <= 2
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('users only') }}", "{{ users only }}"])

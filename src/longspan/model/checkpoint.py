@@ -164,11 +164,14 @@ def _write_drawn(config_dir: Path, path: Path, form: WeightForm, seed: int) -> N
     with quiet_transformers(), no_init_weights():
         model = _new_model(config, form)
     model.tie_weights()
-    for module in model.modules():
+    models: dict[str, PreTrainedModel] = {}  # the language model of a multimodal one has its own `_init_weights`
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        models[name] = module if isinstance(module, PreTrainedModel) else models[parent]
         own = [*module.parameters(recurse=False)]
         vectors = [weight for weight in own if weight.ndim < _MATRIX]
         if len(vectors) == len(own):
-            model._init_weights(module)  # noqa: SLF001 - as transformers initialises norms
+            models[name]._init_weights(module)  # noqa: SLF001 - as transformers initialises norms
         for bias in vectors if len(vectors) < len(own) else ():
             bias.detach().zero_()
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters() if weight.ndim >= _MATRIX}

@@ -1,8 +1,7 @@
 """The part of a multimodal model that computes text.
 
 It is transformers' own class of the whole model, so names of weights, conversions of older names and the forward are
-its own. The modules that a run of text does not call are removed before any weight is loaded: vision and audio towers,
-and projections of their outputs.
+its own. Modules that a run of text does not call, such as vision towers, are removed before any weight is loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from longspan.model.skeleton import decoder_layers, text_config, trunk_path
 _MAPPINGS = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
 _RUN_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError, AssertionError)
 _building = Lock()
-"""Held while `AutoModel.from_config` is replaced."""
+"""Held while a model is built, since `AutoModel.from_config` may be replaced meanwhile."""
 
 
 def text_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
@@ -42,7 +41,7 @@ def text_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """
     known = [of for mapping in _MAPPINGS if type(config) in mapping for of in _classes(mapping[type(config)])]
     named = [of for of in known if of.__name__ in (config.architectures or ())]
-    of = next(iter([*named, *known]), None)
+    of: Any = next(iter([*named, *known]), None)
     return None if of is None or of.config_class is not type(config) else _without_other_parts(of)
 
 
@@ -51,30 +50,35 @@ def _classes(known: Any) -> tuple[type[PreTrainedModel], ...]:  # noqa: ANN401 -
 
 
 @cache
-def _without_other_parts(of: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Derive a class whose models lose the modules that text does not need. It keeps the name, by which transformers
-    finds the conversions of older checkpoints.
+def _without_other_parts(of: Any) -> type[PreTrainedModel]:  # noqa: ANN401 - a class of transformers
+    """Derive a class whose models lose the modules that text does not need.
+
+    It keeps the name and the module of `of`, by which transformers finds the conversions of older checkpoints.
     """
 
     def init(model: PreTrainedModel, config: PreTrainedConfig, *args: object, **options: object) -> None:
-        try:
-            of.__init__(model, config, *args, **options)
-        except ImportError:  # a vision tower needs another package
-            with _language_model_only(config):
+        with _building:
+            try:
                 of.__init__(model, config, *args, **options)
+            except ImportError:  # a vision tower needs another package
+                with _language_model_only(config):
+                    of.__init__(model, config, *args, **options)
         _leave_out(model)
 
     def from_config(
         own: Any,  # noqa: ANN401 - the class
         config: PreTrainedConfig,
+        /,
         *,
         trust_remote_code: bool = False,  # noqa: ARG001 - transformers' own class
         attn_implementation: str = PROBE,  # which needs no mask, so masks need no values
         **options: object,
     ) -> PreTrainedModel:
-        return own._from_config(config, attn_implementation=attn_implementation, **options)  # type: ignore[no-any-return]  # noqa: SLF001 - as AutoModel does
+        options["attn_implementation"] = attn_implementation
+        return own._from_config(config, **options)  # noqa: SLF001 - as AutoModel does
 
-    return type(of.__name__, (of,), {"__init__": init, "from_config": classmethod(from_config), "__module__": of.__module__})
+    members = {"__init__": init, "from_config": classmethod(from_config), "__module__": of.__module__}
+    return type(of.__name__, (of,), members)
 
 
 @contextmanager
@@ -83,14 +87,13 @@ def _language_model_only(config: PreTrainedConfig) -> Iterator[None]:
     build = AutoModel.from_config
 
     def from_config(part: PreTrainedConfig, **options: object) -> nn.Module:
-        return build(part, **options) if part is text_config(config) else nn.Module()  # type: ignore[no-any-return]
+        return build(part, **options) if part is text_config(config) else nn.Module()
 
-    with _building:
-        AutoModel.from_config = from_config  # type: ignore[assignment,method-assign]
-        try:
-            yield
-        finally:
-            AutoModel.from_config = build  # type: ignore[method-assign]
+    AutoModel.from_config = from_config
+    try:
+        yield
+    finally:
+        AutoModel.from_config = build
 
 
 class _LayersReachedError(Exception):

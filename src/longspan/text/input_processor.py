@@ -225,7 +225,7 @@ class InputProcessor:
 
     @cached_property
     def _forms(self) -> dict[str | None, bool]:
-        """For each template, whether it shows a content only as a list of parts. None is the model's own template."""
+        """Results of `_takes_parts` by template. None is the model's own template."""
         return {}
 
     def _applied(self, messages: Sequence[Message], template: TemplateOptions) -> str:
