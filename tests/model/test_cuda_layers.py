@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from launches import Launches
 from test_graph_step import Decodes, triton_backend
 from test_triton_compiled import ARCHITECTURES, compiled, stack_bytes
 from tiny_models import BASE, TINY, write_checkpoint
+from tiny_types import tiny_config
 from torch import Tensor, nn
 from transformers import Gemma3TextConfig, GemmaConfig, PreTrainedConfig, SeedOssConfig, SmolLM3Config
 
@@ -32,6 +34,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 FURTHER: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma": lambda: GemmaConfig(**BASE),
+    **{f"{name} of a multimodal model": partial(tiny_config, name) for name in ("gemma3", "mistral3")},
     "gemma3": lambda: Gemma3TextConfig(**BASE, sliding_window=32, sliding_window_pattern=2),
     "smollm3": lambda: SmolLM3Config(**BASE, no_rope_layer_interval=2),
     "seed_oss": lambda: SeedOssConfig(**BASE, attention_bias=True, attention_out_bias=True),

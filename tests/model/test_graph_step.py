@@ -22,6 +22,7 @@ from oracle import Oracle, assert_exact
 from tape import Tape, recordable_sums
 from thread_launcher import ThreadLauncher
 from tiny_models import TINY, write_checkpoint
+from tiny_types import tiny_config
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -181,6 +182,17 @@ def test_a_replay_equals_the_layers(folders: dict[str, Path], name: str) -> None
             decodes.step(70, 1, 25, seed=9)
             assert tape.num_recorded == 3
     assert tape.num_replayed == 7 > tape.num_recorded
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3n", "gemma4", "mistral3", "qwen2_vl", "qwen3_vl"])
+def test_text_of_multimodal_models_is_recorded(tmp_path: Path, name: str) -> None:
+    """The modules around the language model read nothing on the host."""
+    tape = Tape()
+    decodes = Decodes(write_checkpoint(tiny_config(name), tmp_path), tape, Recordable())
+    for number, stops in enumerate([(1,), (40, 3, 17), (8, 16, 9, 31)]):
+        decodes.step(*stops, seed=number)
+    assert tape.num_recorded == 2
+    assert tape.num_replayed == 3
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

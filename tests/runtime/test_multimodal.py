@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,6 +161,19 @@ def test_names_of_older_and_newer_checkpoints_give_the_same_weights(
         assert stored.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[key]) for key, tensor in stored.items())
     assert len(names) == 2
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_flat_configurations_of_older_checkpoints(engines: Engines, tmp_path: Path, name: str) -> None:
+    """The fields of the language model lie next to those of the whole model, and RoPE has its older name."""
+    folder = write_checkpoint(tiny_types.tiny_config(name), tmp_path / name)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}, "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps({**text, **config}))
+    llm = engines(folder, instances=2)
+    assert_all_exact(llm, Oracle(folder), prompts_of(5, 63), SHORT)
 
 
 def test_weights_of_other_parts_are_not_read(gemma3: Path) -> None:

@@ -345,7 +345,7 @@ def test_likely_tokens_of_a_chat_need_logprobs() -> None:
         (
             {"role": "user", "content": [{"type": "image_url"}]},
             "messages[1].content[0].type",
-            "'text', but 'image_url'",
+            "'text', but 'image_url' given. Only text is served.*remove this part",
         ),
         ({"role": "assistant", "audio": {"id": "a"}}, "messages[1].audio", "only text"),
     ],
