@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "llama4_text": (Llama4TextConfig(attention_chunk_size=None), "without an attention_chunk_size"),
     "deepseek_v3": (DeepseekV3Config(), "latent attention"),
     "dynamic": (LlamaConfig(rope_parameters=DYNAMIC), "dynamic RoPE"),
-    "quantised": (LlamaConfig(quantization_config={"quant_method": "fp8"}), "quantised"),
+    "quantised": (LlamaConfig(quantization_config={"quant_method": "awq"}), "quantised by awq"),
     "longrope somewhere": (Gemma3TextConfig(rope_parameters=LONGROPE_SOMEWHERE), "longrope in some layers only"),
     "rwkv": (RwkvConfig(hidden_size=32, num_hidden_layers=1), "recurrent"),
     "bloom": (BloomConfig(hidden_size=32, n_layer=1, n_head=2), "does not use transformers' attention interface"),

@@ -6,25 +6,35 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.initialization import no_init_weights
 
+from longspan.model.dequantise import WeightFormat, weight_format
 from longspan.model.files import ModelError, Quantization, cache_root, one_line
 from longspan.model.folder import stored_types, weight_files
 from longspan.model.info import ModelInfo
 from longspan.model.probe import NoProducts, gather_info
 from longspan.model.quantization import is_quantised, quantise
-from longspan.model.skeleton import BUILT_WITH, causal_class, left_out, load_config, quiet_transformers, text_config
+from longspan.model.skeleton import (
+    BUILT_WITH,
+    build_skeleton,
+    causal_class,
+    left_out,
+    load_config,
+    quiet_transformers,
+    text_config,
+)
 from longspan.model.store import DTYPES, GRID, NOTES, NUMBERS, Matrices, WeightForm, named_tensors
 
 _MATRIX = 2
@@ -46,6 +56,8 @@ _NUM_NAMED = 3
 _WEIGHTS = ("weight", "_proj")
 _PLAIN_TYPES = ("F16", "F32", "F64", "BF16", "F8")
 """Types of plain weights. float8 is one of them unless there are scales."""
+_DEQUANTISED = "F32"
+"""The type of de-quantised weights in such a list of types."""
 
 
 def write_weights(config_dir: Path, path: Path, form: WeightForm) -> None:
@@ -92,23 +104,30 @@ def _load(config_dir: Path, form: WeightForm) -> tuple[PreTrainedModel, list[str
     files = weight_files(config_dir)
     if not files:
         raise ModelError(f"{config_dir} has no weights: it needs a model.safetensors, or an index of shards")
-    types = stored_types(files)
+    types, stored = stored_types(files), weight_format(config_dir)
     config = load_config(config_dir, form.trust_remote_code)
+    options: dict[str, Any] = {"config": config, "trust_remote_code": form.trust_remote_code}
+    auto, source = causal_class(config), config_dir
+    if stored is not None:
+        sources = stored.sources(types)
+        types = {name: types[parts[0]] if len(parts) == 1 else _DEQUANTISED for name, parts in sources.items()}
+        config = _plain_config(config_dir, form.trust_remote_code)
+        auto, source = type(build_skeleton(config, form.trust_remote_code)), None
+        options = {"config": config, "state_dict": _readers(files, sources, stored, DTYPES[form.dtype])}
     try:
-        model, report = causal_class(config).from_pretrained(
-            config_dir,
-            config=config,
+        model, report = auto.from_pretrained(
+            source,
             dtype=DTYPES[form.dtype],
             attn_implementation=BUILT_WITH,
-            trust_remote_code=form.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below
+            **options,
         )
     except _LOAD_ERRORS as error:
         raise ModelError(f"{config_dir}: its weights cannot be loaded ({one_line(error)})") from error
     removed = tuple(f"{path}." for path in left_out(model))
     unused = {name for name in report["unexpected_keys"] if not name.startswith(removed)}
-    _check_plain(config_dir, model, types, unused)
+    _check_plain(config_dir, model, types, unused, stored)
     if wrong := sorted(report["mismatched_keys"]):
         name, stored, expected = wrong[0]
         raise ModelError(
@@ -127,9 +146,47 @@ def _load(config_dir: Path, form: WeightForm) -> tuple[PreTrainedModel, list[str
             "config.json lost an option, such as a bias or a number of layers, answers are wrong; extra layers that "
             "only draft tokens do no harm"
         )
+    if stored is not None:
+        notes.append(
+            f"longspan computes with de-quantised weights: those stored by {stored.method} are now {form.dtype}. "
+            "Activations are not quantised"
+        )
     if narrow := {name for name, kind in types.items() if kind.startswith("F8") and name not in unused}:
         notes.append(f"tensors are float8 without scales, and taken as they are: {_some(narrow)}")
     return model, notes
+
+
+def _plain_config(config_dir: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """Read the configuration of a model whose weights are no longer quantised."""
+    config = load_config(config_dir, trust_remote_code)
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)
+    return config
+
+
+class _Reader:
+    """A weight that is de-quantised when transformers reads it, as a slice of a safetensors file is."""
+
+    def __init__(self, parts: Sequence[Any], stored: WeightFormat, dtype: torch.dtype) -> None:
+        self._parts, self._stored, self._dtype = parts, stored, dtype
+
+    def __getitem__(self, index: object) -> Tensor:
+        weight = self._stored.dequantise([part[...] for part in self._parts], self._dtype)
+        return weight[index]  # type: ignore[index]  # transformers passes an ellipsis
+
+
+def _readers(
+    files: dict[str, Path], sources: Mapping[str, Sequence[str]], stored: WeightFormat, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return an object for each tensor whose item `[...]` reads it, and de-quantises it if it has several sources."""
+    slices: dict[str, Any] = {}
+    for path in (path for name, path in files.items() if name.endswith(".safetensors")):
+        with safe_open(path, framework="pt") as file:
+            slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    return {
+        name: slices[parts[0]] if len(parts) == 1 else _Reader([slices[part] for part in parts], stored, dtype)
+        for name, parts in sources.items()
+    }
 
 
 def _some(names: Collection[str]) -> str:
@@ -139,17 +196,24 @@ def _some(names: Collection[str]) -> str:
     return ", ".join(shown) + (f" and {num_more} more" if num_more else "")
 
 
-def _check_plain(config_dir: Path, model: PreTrainedModel, types: dict[str, str], unused: AbstractSet[str]) -> None:
-    """Raise ModelError for quantised weights, which need their scales, if the configuration states no quantisation."""
+def _check_plain(
+    config_dir: Path,
+    model: PreTrainedModel,
+    types: dict[str, str],
+    unused: AbstractSet[str],
+    stored: WeightFormat | None,
+) -> None:
+    """Raise ModelError for quantised weights, which need their scales, in no format that the configuration states."""
     ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ("$^",)))  # noqa: SLF001
     own = {_leaf(name) for name in (*model.state_dict(), *chain(*left_out(model).values()))}
     names = {*unused, *(name for name in types if not ignored.search(name))}
     scales = {name for name in names if _SCALES.search(name) and _leaf(name) not in own}
     weights = {name for name, kind in types.items() if name.endswith(_WEIGHTS) and not kind.startswith(_PLAIN_TYPES)}
     if quantised := scales | (weights & names):
+        lack = "no quantization_config that states the" if stored is None else f"{stored.method}, which is not their"
         raise ModelError(
-            f"{config_dir}: its weights are quantised ({_some(quantised)}), but its config.json has no "
-            "quantization_config that states the format: use the unquantised checkpoint"
+            f"{config_dir}: its weights are quantised ({_some(quantised)}), but its config.json has {lack} format: "
+            "use the unquantised checkpoint"
         )
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +43,26 @@ class ModelFiles:
     tokenizer_hash: str | None = None
 
 
-def config_dtype(config: dict[str, Any]) -> str | None:
-    """Return the dtype that a config.json states, such as float16, if any."""
+def config_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return the dtype that a config.json states, such as float16, if any.
+
+    Weights that are stored in 8 bits or fewer, with scales, are de-quantised to bfloat16 if it states no other dtype.
+    """
+    values = _values(config, "dtype", "torch_dtype")
+    stated = (dtype.removeprefix("torch.") for dtype in values if isinstance(dtype, str) and dtype != "auto")
+    if quantization_config(config) is not None:
+        return next((dtype for dtype in stated if not dtype.startswith("float8")), "bfloat16")
+    return next(stated, None)
+
+
+def quantization_config(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - JSON
+    """Return the description of quantised weights in a config.json, or None."""
+    return next((value for value in _values(config, "quantization_config", "compression_config") if value), None)
+
+
+def _values(config: Mapping[str, Any], *keys: str) -> list[Any]:
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    values = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
-    return next((dtype.removeprefix("torch.") for dtype in values if isinstance(dtype, str) and dtype != "auto"), None)
+    return [part.get(key) for part in parts for key in keys]
 
 
 def one_line(error: BaseException) -> str:

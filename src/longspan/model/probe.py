@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 
 from longspan.attn.spec import AttnSpec, as_output
 from longspan.attn.spec_reader import CHUNKED, LAYER_TYPES, UnsupportedAttentionError, read_spec, rope_dicts
+from longspan.model.dequantise import weight_format
 from longspan.model.files import FAILURES, ModelError, one_line
 from longspan.model.info import ModelInfo
 from longspan.model.skeleton import (
@@ -42,6 +43,7 @@ PROBE = "longspan_probe"
 def check_supported(config_dir: Path, trust_remote_code: bool) -> None:
     """Raise ModelError with the first reason why longspan cannot serve the model of this folder, if any."""
     config = load_config(config_dir, trust_remote_code)
+    weight_format(config_dir)
     for problem in _config_problems(config):
         raise ModelError(f"{config.model_type} is not supported: {problem}")
     for problem in _class_problems(build_skeleton(config, trust_remote_code)):
@@ -51,8 +53,6 @@ def check_supported(config_dir: Path, trust_remote_code: bool) -> None:
 def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder model; longspan serves decoder-only ones"
-    if getattr(config, "quantization_config", None) is not None:
-        yield "its weights are quantised; use the unquantised checkpoint"
     config = text_config(config)
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
         yield f"it has layers of type {', '.join(unknown)}; longspan serves full, sliding-window and chunked attention"
