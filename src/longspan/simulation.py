@@ -161,14 +161,13 @@ def _fetched(model: str) -> Path:
         meant = "" if similar is None else f", is {similar} meant?"
         raise ParameterError("model", f"{model!r} is unknown{meant}: choose another ({known})", model)
     from huggingface_hub import hf_hub_download  # noqa: PLC0415 - only for models without local files
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    from longspan.model.hub import HUB_ERRORS, explain  # noqa: PLC0415
 
     try:
         return Path(hf_hub_download(model, "config.json"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        problem = f"{model!r} could not be fetched from the Hugging Face hub ({reason}): check the name ({known})"
-        raise ParameterError("model", problem, model) from error
+    except HUB_ERRORS as error:
+        raise ParameterError("model", f"{explain(model, error)} ({known})", model) from error
 
 
 def _read_profile(path: Path) -> Profile:

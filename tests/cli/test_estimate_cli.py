@@ -175,7 +175,7 @@ def test_a_model_that_the_hub_does_not_have(
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", absent)
     assert run("estimate", "some/model", "--hardware", "a10", "--context", "1K") == 2
-    assert "'some/model' could not be fetched from the Hugging Face hub (no config.json of" in capsys.readouterr().err
+    assert "'some/model' could not be fetched from the hub (OSError: no config.json of" in capsys.readouterr().err
 
 
 def test_without_json_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:

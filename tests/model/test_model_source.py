@@ -6,10 +6,8 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import make_dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 import torch
 from forked import Forked
@@ -40,7 +38,7 @@ from transformers import (
     ViTConfig,
 )
 
-from longspan.model import files, source
+from longspan.model import files
 from longspan.model import smollm2 as smollm2_module
 from longspan.model.adapter import Model
 from longspan.model.files import cache_root
@@ -218,43 +216,6 @@ def test_mistakes_get_one_clear_line(model: str, options: dict[str, str], messag
     with pytest.raises(ModelError, match=re.escape(message)) as refusal:
         prepare(model, **{"dtype": "float32"} | options)
     assert "\n" not in str(refusal.value)
-
-
-def test_hub_failures_get_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="'no-such-owner/no-such-model' is neither a local folder nor") as refusal:
-        prepare("no-such-owner/no-such-model", dtype="float32")
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("with_weights", "published", "fetched"),
-    [
-        (False, "model.safetensors", ["config.json"]),
-        (True, "model.safetensors", ["config.json", "model.safetensors"]),
-        (True, "pytorch_model.bin", ["config.json", "pytorch_model.bin"]),
-    ],
-)
-def test_only_needed_files_are_fetched_from_the_hub(
-    with_weights: bool, published: str, fetched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights are not fetched for dummy models, and in PyTorch's own format only if there are no safetensors."""
-
-    def snapshot(_: str, *, allow_patterns: list[str]) -> str:
-        for name in ("config.json", published):
-            if any(fnmatch(name, pattern) for pattern in allow_patterns):
-                (tmp_path / name).touch()
-        return str(tmp_path)
-
-    monkeypatch.setattr(source, "snapshot_download", snapshot)
-    assert source.local_folder("some/model", with_weights=with_weights) == tmp_path
-    assert sorted(file.name for file in tmp_path.iterdir()) == fetched
-
-
-def test_a_hub_folder_without_a_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "snapshot_download", lambda *_, **__: str(tmp_path))
-    with pytest.raises(ModelError, match=r"has no config\.json: give a folder in Hugging Face's format"):
-        source.local_folder("some/model", with_weights=False)
 
 
 def test_missing_weights_are_refused(tmp_path: Path, cache: Path) -> None:

