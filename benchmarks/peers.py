@@ -39,11 +39,12 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from tables import Medians, largest_spread, medians_of, plot, shares_table, speed_table
 
 from longspan.cost.architecture import from_config
-from longspan.model.smollm2 import CONTEXT_LENGTH
 from longspan.model.source import smollm2_folder, smollm2_gguf
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KV_BYTES = 1 << 30
+CONTEXT_LENGTH = 8192
+"""Tokens, of SmolLM2."""
 _PIPED_WIDTH = 160
 """Characters of a line if the output is no terminal: enough for the whole table."""
 Samples = dict[str, dict[str, list[float]]]

@@ -12,7 +12,7 @@ import pytest
 from fake_llm import run
 
 from longspan.cli import get
-from longspan.model import smollm2, source
+from longspan.model import gguf_file, source
 
 MODEL = "smollm2-135m"
 
@@ -23,7 +23,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
     monkeypatch.setattr(source, "smollm2_gguf", lambda: None)
     monkeypatch.setattr(
-        smollm2, "dequantise", lambda gguf, folder: (folder / "config.json").write_bytes(gguf.read_bytes())
+        gguf_file, "convert", lambda gguf, folder: (folder / "config.json").write_bytes(gguf.read_bytes())
     )
     return tmp_path
 

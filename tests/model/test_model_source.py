@@ -12,7 +12,6 @@ import pytest
 import torch
 from forked import Forked
 from tiny_models import make_tiny
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -31,7 +30,6 @@ from transformers import (
     PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Qwen3NextConfig,
     RwkvConfig,
     T5Config,
@@ -39,7 +37,6 @@ from transformers import (
 )
 
 from longspan.model import files
-from longspan.model import smollm2 as smollm2_module
 from longspan.model.adapter import Model
 from longspan.model.files import cache_root
 from longspan.model.probe import PROBE, check_supported, gather_info
@@ -325,18 +322,6 @@ def test_the_alias_is_read_from_the_packages_file_without_importing_it(
     file = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
     file.touch()
     assert smollm2_gguf() == file
-
-
-def test_the_repaired_tokenizer_splits_digits_before_anything_else() -> None:
-    words = ["<unk>", "a", "1", "2", "12", "Ġ", "ĠĠ"]
-    merges = [("1", "2"), ("Ġ", "Ġ")]
-    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
-    assert "12" in tokenizer.tokenize("a  12")
-    repaired = smollm2_module.repair(tokenizer)
-    assert repaired.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
-    assert repaired.model_max_length == 8192
 
 
 def test_the_alias_needs_its_package(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

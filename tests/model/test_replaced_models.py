@@ -211,7 +211,7 @@ def test_another_version_of_the_packaged_model_gets_a_folder_of_its_own(
     gguf = tmp_path / "SmolLM2-135M-Instruct.gguf"
     monkeypatch.setattr(source, "smollm2_gguf", lambda: gguf)
     monkeypatch.setattr(
-        "longspan.model.smollm2.dequantise", lambda gguf, folder: (folder / "made").write_bytes(gguf.read_bytes())
+        "longspan.model.gguf_file.convert", lambda gguf, folder: (folder / "made").write_bytes(gguf.read_bytes())
     )
     for content in (b"1", b"2"):
         gguf.write_bytes(content)

@@ -42,7 +42,7 @@ _log = logging.getLogger("longspan")
 _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 ReturnT = TypeVar("ReturnT")
 ModelArgument = Annotated[
-    str, Option("An alias (smollm2-135m), a local folder, or a Hugging Face hub id.", configures=True)
+    str, Option("An alias (smollm2-135m), a local folder, a .gguf file, or a Hugging Face hub id.", configures=True)
 ]
 NameArgument = Annotated[str, Option("A name such as llama-3-8b, a folder with a config.json, or a hub id.")]
 

@@ -33,7 +33,7 @@ _MIN_SHARED = "512"
 @verb
 def tune(
     what: Annotated[Literal["csa"], Option("csa: sparse attention of policy csps.")],
-    model: Annotated[str, Option("An alias (smollm2-135m), a local folder, or a Hugging Face hub id.")],
+    model: Annotated[str, Option("An alias (smollm2-135m), a local folder, a .gguf file, or a Hugging Face hub id.")],
     *,
     out: Annotated[Path, Option("The tuned file. Points are saved in FILE.journal.", metavar="FILE")],
     max_minutes: Annotated[float, Option("Minutes of measuring. 0 uses the saved points only.", minimum=0)],

