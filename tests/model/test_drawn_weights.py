@@ -39,7 +39,7 @@ def test_only_the_matrices_are_in_no_file(name: str, tmp_path: Path, cache: Path
     assert sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()) < 50_000
     written = prepare(str(tmp_path / "model"), dtype="float32", load_format="dummy")
     assert read_info(files.weights) == read_info(written.weights)
-    found, wanted = (StoredTensors(one.weights, CPU) for one in (files, written))
+    found, wanted = (StoredTensors(one, CPU) for one in (files, written))
     assert {*found} == {*wanted}
     for key, tensor in wanted.items():
         assert found.is_drawn(key) == (tensor.ndim > 1), key
@@ -52,7 +52,7 @@ def test_only_the_matrices_are_in_no_file(name: str, tmp_path: Path, cache: Path
 
 def test_matrices_follow_their_names_and_the_seed(tmp_path: Path) -> None:
     state = torch.random.get_rng_state()
-    one, same, other = (StoredTensors(drawn("qwen3", tmp_path / "q", seed).weights, CPU) for seed in (0, 0, 1))
+    one, same, other = (StoredTensors(drawn("qwen3", tmp_path / "q", seed), CPU) for seed in (0, 0, 1))
     names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
     assert all(torch.equal(one[name], same[name]) for name in names)
     assert not torch.allclose(one[names[0]], one[names[1]], atol=1e-3)

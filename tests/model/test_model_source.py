@@ -42,7 +42,7 @@ from longspan.model.files import cache_root
 from longspan.model.probe import PROBE, check_supported, gather_info
 from longspan.model.source import ModelError, prepare, smollm2_folder, smollm2_gguf
 from longspan.model.step import Rows
-from longspan.model.store import build_once
+from longspan.model.store import TENSORS, build_once
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -126,7 +126,7 @@ def test_a_window_known_to_the_mask_only_is_refused(tmp_path: Path, cache: Path)
     PhimoeConfig(**sizes, **heads, sliding_window=8).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="sliding window of 8"):
         prepare(str(tmp_path), dtype="float32", load_format="dummy")
-    assert not list(cache.glob("weights/*/*.safetensors"))
+    assert not list(cache.glob("weights/*/*"))
     PhimoeConfig(**sizes, **heads, sliding_window=64).save_pretrained(tmp_path)
     prepare(str(tmp_path), dtype="float32", load_format="dummy")
 
@@ -236,12 +236,16 @@ def test_the_weights_are_written_once_and_again_when_the_checkpoint_changes(tmp_
     assert prepare(str(folder), dtype="float32").weights != first.weights
 
 
-def test_parameters_are_views_of_the_mapped_file(tmp_path: Path, cache: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_are_views_of_a_mapped_file(dtype: str, tmp_path: Path, cache: Path) -> None:
+    """Of the checkpoint itself, or of converted weights."""
     del cache
-    files = prepare(str(make_tiny("llama", tmp_path / "llama")), dtype="float32")
+    folder = make_tiny("llama", tmp_path / "llama")
+    files = prepare(str(folder), dtype=dtype)
     model = Model(files, CPU)
     last_logits(model, torch.arange(3, 30))
-    mapped = [entry for entry in _memory_map() if entry.path == str(files.weights)]
+    path = folder / "model.safetensors" if dtype == "float32" else files.weights.with_name(TENSORS)
+    mapped = [entry for entry in _memory_map() if entry.path == str(path)]
     for name, parameter in model.module.named_parameters():
         assert any(entry.start <= parameter.data_ptr() < entry.stop for entry in mapped), name
     assert sum(entry.anonymous_kib for entry in mapped) == 0  # no page was copied for this process
@@ -256,7 +260,7 @@ def test_versions_that_describe_models_otherwise_keep_files_of_their_own(
     first = prepare(folder, dtype="float32")
     monkeypatch.setattr("longspan.model.store.ModelInfo", make_dataclass("ModelInfo", [("num_layers", int)]))
     assert prepare(folder, dtype="float32").weights != first.weights
-    assert len(list((cache / "weights").glob("*/model.safetensors"))) == 2
+    assert len(list((cache / "weights").glob("*/weights.json"))) == 2
 
 
 def test_dummy_weights_follow_the_seed(tmp_path: Path, cache: Path) -> None:

@@ -10,17 +10,20 @@ import torch
 from longspan import LLM
 from longspan.model.files import Quantization
 from longspan.model.quantization import map_levels
-from longspan.model.store import StoredTensors, WeightForm, ensure_weights
+from longspan.model.source import prepare
+from longspan.model.store import StoredTensors
 
 CPU = torch.device("cpu")
-PLAIN = WeightForm(dtype="bfloat16")
+
+
+def stored(folder: Path, quantization: Quantization | None = None) -> StoredTensors:
+    return StoredTensors(prepare(str(folder), dtype="bfloat16", quantization=quantization), CPU)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_a_file_has_levels_and_the_dequantised_weights(tiny: Path, quantization: Quantization) -> None:
-    plain = StoredTensors(ensure_weights(tiny, PLAIN), CPU)
-    file = ensure_weights(tiny, WeightForm(dtype="bfloat16", quantization=quantization))
-    tensors, levels = StoredTensors(file, CPU), map_levels(file)
+    plain, tensors = stored(tiny), stored(tiny, quantization)
+    levels = map_levels(tensors.levels)
     assert tensors.keys() == plain.keys()
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in levels} == {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
@@ -34,8 +37,8 @@ def test_a_file_has_levels_and_the_dequantised_weights(tiny: Path, quantization:
 
 
 def test_a_file_without_levels_is_another_one(tiny: Path) -> None:
-    plain = ensure_weights(tiny, PLAIN)
-    assert not map_levels(plain) and plain != ensure_weights(tiny, WeightForm(dtype="bfloat16", quantization="int8"))
+    plain, quantised = (prepare(str(tiny), dtype="bfloat16", quantization=kind) for kind in (None, "int8"))
+    assert not StoredTensors(plain, CPU).levels and plain.weights != quantised.weights
 
 
 @pytest.mark.parametrize("given", [{"dtype": "float32"}, {"dtype": "bfloat16", "attention_backend": "torch"}])

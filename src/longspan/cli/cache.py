@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ from longspan.errors import ParameterError
 from longspan.model.files import cache_root, lock_folder
 
 Kind = Literal["weights", "kv", "documents"]
-_DTYPES = {"F32": "float32", "BF16": "bfloat16"}
-"""Names of types by their names in safetensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,19 +119,14 @@ def _entry(kind: Kind, folder: Path, model: str) -> Entry:
 
 
 def _model_of(weights: Path) -> str:
-    """Describe the model of a folder of converted weights by its configuration, and by the type of most tensors."""
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - needed for weights only
-
+    """Describe the model of a folder of weights by its configuration and its dtype."""
     try:
-        config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
-        with safe_open(next(weights.glob("*.safetensors")), "np") as tensors:
-            names = tensors.keys()
-            [(dtype, _)] = Counter(tensors.get_slice(name).get_dtype() for name in names).most_common(1)
-    except (OSError, ValueError, SafetensorError, StopIteration):
+        config, stored = (json.loads((weights / name).read_bytes()) for name in ("config.json", "weights.json"))
+    except (OSError, ValueError):
         return "unknown"
     [architecture, *_] = config.get("architectures") or ["unknown"]
     layers = config.get("text_config", config).get("num_hidden_layers", "?")
-    return f"{architecture}, {layers} layers, {_DTYPES.get(dtype, dtype)}"
+    return f"{architecture}, {layers} layers, {stored['dtype']}"
 
 
 def _models_of_document(folder: Path) -> str:

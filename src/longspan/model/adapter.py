@@ -12,7 +12,6 @@ import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,7 +94,7 @@ class Model:
         self.module = skeleton
         skeleton.config._attn_implementation = SERVE  # noqa: SLF001 - as `set_attn_implementation`, unchecked
         self._current = CurrentStep()
-        self._stored = StoredTensors(files.weights, device) if stored is None else stored
+        self._stored = StoredTensors(files, device) if stored is None else stored
         self.info = self._stored.info
         transposed = frozenset[str]()
         if tp > 1:
@@ -119,8 +118,9 @@ class Model:
         if triton and files.quantization is not None:
             from longspan.model.triton_levels import levels_of  # noqa: PLC0415 - only for quantised weights
 
-            levels = levels_of(files.weights, self.shard)
+            levels = levels_of(self._stored.levels, self.shard)
         self.copied_bytes = _fill(self.module, self._stored, device, self.shard, levels)
+        self._stored.check()  # copies on a device are of the right weights, too
         if self.info.rope_switch_length is not None:
             from longspan.model.longrope import pin_longrope  # noqa: PLC0415 - few models have it
 
@@ -142,7 +142,7 @@ class Model:
             self._fuse_cuda()
         if fused:
             is_alone = tp == 1 and self.stage is None
-            step = self._fuse(own, files.weights, layer_trunk, whole_steps=whole_steps and is_alone)
+            step = self._fuse(own, layer_trunk, whole_steps=whole_steps and is_alone)
         elif whole_steps and recording is not None:
             step = self._graph_step(layer_trunk.all_rows, {layer: self.specs[layer] for layer in own}, recording)
         self.trunk = layer_trunk if step is None else SingleTokenTrunk(step, layer_trunk)
@@ -171,6 +171,7 @@ class Model:
 
     def stored_attention(self, layer: int) -> dict[str, Tensor]:
         """Return the unsharded parameters of a layer's attention, on the CPU."""
+        self._stored.check()
         return {name: self._stored[path].cpu() for name, path in self._attention_paths(layer).items()}
 
     def attention_shapes(self, layer: int) -> dict[str, torch.Size]:
@@ -199,9 +200,7 @@ class Model:
         """Sum partial results by `reduce` in calls of single modules inside the block, as `LayerTrunk.run` does."""
         return self._current.during(StepState(reduce=reduce))
 
-    def _fuse(
-        self, layers: Mapping[int, nn.Module], weights: Path, trunk: LayerTrunk, *, whole_steps: bool
-    ) -> WholeStep | None:
+    def _fuse(self, layers: Mapping[int, nn.Module], trunk: LayerTrunk, *, whole_steps: bool) -> WholeStep | None:
         """Compute the layers and the head by our own kernels, where these know them, and whole steps if possible."""
         from longspan.attn.spec_reader import probe_positions  # noqa: PLC0415 - needs our own kernels
         from longspan.model.fused import fuse_head, fuse_layers  # noqa: PLC0415
@@ -210,7 +209,7 @@ class Model:
 
         positions = probe_positions(text_config(self.module.config), self.info.context_length)
         # A share of tensor parallelism reads the bfloat16 weights, not the levels.
-        levels = {} if self.shard.size > 1 else map_levels(weights)
+        levels = {} if self.shard.size > 1 else map_levels(self._stored.levels)
         own_weights = self.module.named_parameters(remove_duplicate=False)
         by_address = {weight.data_ptr(): levels[name] for name, weight in own_weights if name in levels}
         with self.summed_by(lambda partial: partial):

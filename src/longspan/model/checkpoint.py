@@ -1,41 +1,32 @@
-"""Write the weight file of a model from its checkpoint by transformers, see `model.store`."""
+"""Describe the weights of a model in the store, and write those that its checkpoint lacks, see `model.store`."""
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.initialization import no_init_weights
 
 from longspan.model.dequantise import WeightFormat, weight_format
-from longspan.model.files import ModelError, Quantization, cache_root, one_line
+from longspan.model.files import ModelError, one_line
 from longspan.model.folder import stored_types, weight_files
 from longspan.model.info import ModelInfo
+from longspan.model.loading import checkpoint_tensors, load_model, quantise_parameters
+from longspan.model.mapped import TensorWriter
 from longspan.model.probe import NoProducts, gather_info
-from longspan.model.quantization import is_quantised, quantise
-from longspan.model.skeleton import (
-    BUILT_WITH,
-    build_skeleton,
-    causal_class,
-    left_out,
-    load_config,
-    quiet_transformers,
-    text_config,
-)
-from longspan.model.store import DTYPES, GRID, NOTES, NUMBERS, Matrices, WeightForm, named_tensors
+from longspan.model.skeleton import BUILT_WITH, causal_class, left_out, load_config, quiet_transformers, text_config
+from longspan.model.store import DESCRIPTION, DTYPES, TENSORS, Description, Matrices, WeightForm, named_tensors
 
 _MATRIX = 2
 """The minimum number of dimensions of a matrix, or of a stack of matrices."""
@@ -60,20 +51,35 @@ _DEQUANTISED = "F32"
 """The type of de-quantised weights in such a list of types."""
 
 
-def write_weights(config_dir: Path, path: Path, form: WeightForm) -> None:
-    """Write the file `path` for the model in `config_dir`. Raise errors as `ensure_weights`."""
-    if form.drawn:
-        assert form.dummy_seed is not None and form.quantization is None, "drawn matrices are random, not quantised"
-        _write_drawn(config_dir, path, form, form.dummy_seed)
-        return
+def write_weights(config_dir: Path, folder: Path, form: WeightForm) -> None:
+    """Write the files of the store for the model in `config_dir`. Raise errors as `ensure_weights`."""
+    writer = TensorWriter(folder / TENSORS)
+    matrices: Matrices | None = None
     notes: list[str] = []
     with quiet_transformers():
-        if form.dummy_seed is None:
-            model, notes = _load(config_dir, form)
-        else:
+        if form.drawn:
+            model, matrices = _draw(config_dir, form)
+        elif form.dummy_seed is not None:
             model = _initialise(config_dir, form, form.dummy_seed)
-    levels = {} if form.quantization is None else _quantise(model, form.quantization)
-    _write(model, _info(model, config_dir), path, levels, notes=notes)
+        else:
+            model, notes = _load(config_dir, form, writer)
+        if form.quantization is not None:
+            names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+            quantise_parameters(model, names, form.quantization, writer)
+        with NoProducts() if form.dummy_seed is None or form.drawn else nullcontext():  # products read all weights
+            info = _info(model, config_dir)
+    own, aliases = named_tensors(model)
+    described = {} if matrices is None else matrices.shapes
+    tensors = {name: tensor for name, tensor in own.items() if name not in described} | writer.levels
+    description = Description(
+        info=info,
+        dtype=form.dtype,
+        tensors=writer.places(tensors),
+        aliases=aliases,
+        matrices=matrices,
+        notes=notes,
+    )
+    (folder / DESCRIPTION).write_bytes(msgspec.json.encode(description))
 
 
 def _info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
@@ -99,30 +105,22 @@ def _new_model(config: PreTrainedConfig, form: WeightForm) -> PreTrainedModel:
     return model.eval()
 
 
-def _load(config_dir: Path, form: WeightForm) -> tuple[PreTrainedModel, list[str]]:
-    """Load the weights. Return the model and its notes, see `NOTES`."""
+def _load(config_dir: Path, form: WeightForm, writer: TensorWriter) -> tuple[PreTrainedModel, list[str]]:
+    """Load the weights. Return the model and its notes, see `Description`."""
     files = weight_files(config_dir)
     if not files:
         raise ModelError(f"{config_dir} has no weights: it needs a model.safetensors, or an index of shards")
     types, stored = stored_types(files), weight_format(config_dir)
     config = load_config(config_dir, form.trust_remote_code)
-    options: dict[str, Any] = {"config": config, "trust_remote_code": form.trust_remote_code}
-    auto, source = causal_class(config), config_dir
-    if stored is not None:
-        sources = stored.sources(types)
-        types = {name: types[parts[0]] if len(parts) == 1 else _DEQUANTISED for name, parts in sources.items()}
-        config = _plain_config(config_dir, form.trust_remote_code)
-        auto, source = type(build_skeleton(config, form.trust_remote_code)), None
-        options = {"config": config, "state_dict": _readers(files, sources, stored, DTYPES[form.dtype])}
     try:
-        model, report = auto.from_pretrained(
-            source,
-            dtype=DTYPES[form.dtype],
-            attn_implementation=BUILT_WITH,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below
-            **options,
-        )
+        tensors: Mapping[str, Any] = checkpoint_tensors(files, writer)
+        if stored is not None:
+            sources = stored.sources(types)
+            types = {name: types[parts[0]] if len(parts) == 1 else _DEQUANTISED for name, parts in sources.items()}
+            config, tensors = _plain(config), _readers(tensors, sources, stored, DTYPES[form.dtype])
+        model, report = load_model(config_dir, config, tensors, form, writer)
+    except ModelError:
+        raise
     except _LOAD_ERRORS as error:
         raise ModelError(f"{config_dir}: its weights cannot be loaded ({one_line(error)})") from error
     removed = tuple(f"{path}." for path in left_out(model))
@@ -156,10 +154,9 @@ def _load(config_dir: Path, form: WeightForm) -> tuple[PreTrainedModel, list[str
     return model, notes
 
 
-def _plain_config(config_dir: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    """Read the configuration of a model whose weights are no longer quantised."""
-    config = load_config(config_dir, trust_remote_code)
-    for part in (config, config.get_text_config()):
+def _plain(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of a model whose weights are no longer quantised."""
+    for part in (config, text_config(config)):
         vars(part).pop("quantization_config", None)
     return config
 
@@ -176,15 +173,11 @@ class _Reader:
 
 
 def _readers(
-    files: dict[str, Path], sources: Mapping[str, Sequence[str]], stored: WeightFormat, dtype: torch.dtype
+    tensors: Mapping[str, Any], sources: Mapping[str, Sequence[str]], stored: WeightFormat, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return an object for each tensor whose item `[...]` reads it, and de-quantises it if it has several sources."""
-    slices: dict[str, Any] = {}
-    for path in (path for name, path in files.items() if name.endswith(".safetensors")):
-        with safe_open(path, framework="pt") as file:
-            slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    """Return an object for each weight whose item `[...]` reads it, and de-quantises it if it has several sources."""
     return {
-        name: slices[parts[0]] if len(parts) == 1 else _Reader([slices[part] for part in parts], stored, dtype)
+        name: tensors[parts[0]] if len(parts) == 1 else _Reader([tensors[part] for part in parts], stored, dtype)
         for name, parts in sources.items()
     }
 
@@ -221,11 +214,12 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _write_drawn(config_dir: Path, path: Path, form: WeightForm, seed: int) -> None:
-    """Describe the matrices of a new model without touching their memory."""
+def _draw(config_dir: Path, form: WeightForm) -> tuple[PreTrainedModel, Matrices]:
+    """Return a new model, and the description of its matrices, whose memory is not touched."""
+    assert form.dummy_seed is not None and form.quantization is None, "drawn matrices are random, not quantised"
     config = load_config(config_dir, form.trust_remote_code)
     config._experts_implementation = "eager"  # noqa: SLF001 - `NoProducts` skips their products then
-    with quiet_transformers(), no_init_weights():
+    with no_init_weights():
         model = _new_model(config, form)
     model.tie_weights()
     models: dict[str, PreTrainedModel] = {}  # the language model of a multimodal one has its own `_init_weights`
@@ -240,48 +234,9 @@ def _write_drawn(config_dir: Path, path: Path, form: WeightForm, seed: int) -> N
             bias.detach().zero_()
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters() if weight.ndim >= _MATRIX}
     matrices = Matrices(
-        seed=seed,
+        seed=form.dummy_seed,
         dtype=form.dtype,
         deviation=getattr(text_config(config), "initializer_range", _DEVIATION),
         shapes=shapes,
     )
-    with NoProducts():
-        info = _info(model, config_dir)
-    _write(model, info, path, {}, matrices)
-
-
-def _quantise(model: PreTrainedModel, quantization: Quantization) -> dict[str, Tensor]:
-    """Replace weights by the dequantised ones. Return the levels by their names in the file.
-
-    An output head that is tied to the embedding gets weights of its own.
-    """
-    tensors: dict[str, Tensor] = {}
-    for name, weight in list(model.named_parameters(remove_duplicate=False)):
-        if is_quantised(name, weight):
-            levels = quantise(name, weight, quantization)
-            tensors |= {name + NUMBERS: levels.numbers, name + GRID: levels.grid}
-            path, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(path), leaf, nn.Parameter(levels.weights(), requires_grad=False))
-    return tensors
-
-
-def _write(
-    model: nn.Module,
-    info: ModelInfo,
-    path: Path,
-    levels: dict[str, Tensor],
-    matrices: Matrices | None = None,
-    notes: Sequence[str] = (),
-) -> None:
-    """Write a model's tensors. Of `matrices` only the description is written."""
-    own, aliases = named_tensors(model)
-    described = {} if matrices is None else matrices.shapes
-    tensors = {name: tensor.detach().contiguous() for name, tensor in own.items() if name not in described} | levels
-    metadata = {"info": info.to_json(), "aliases": json.dumps(aliases), NOTES: json.dumps(notes)}
-    if matrices is not None:
-        metadata["matrices"] = msgspec.json.encode(matrices).decode()
-    needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(path.parent).free
-    if needed > free:
-        problem = f"the converted weights need {needed / 1e9:.2f} GB in {cache_root()}, but {free / 1e9:.2f} are free"
-        raise ModelError(f"{problem}: free some space, or set LONGSPAN_CACHE to another folder")
-    save_file(tensors, path, metadata=metadata)
+    return model, matrices

@@ -13,13 +13,15 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import IO, Annotated, NamedTuple
 
 import msgspec
+from msgspec.structs import astuple
 
-from longspan.model.files import ModelError, cache_root, one_line, write_file
+from longspan.model.files import HashedFile, ModelError, cache_root, one_line, write_file
 
 _SMALL_BYTES = 2**20
 """Smaller files are hashed at each start, in a millisecond per file, without a record."""
@@ -78,19 +80,46 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def content_hash(files: Mapping[str, Path]) -> str:
-    """Return one hash of the contents of files and of their names, the keys of `files`.
+    """Return one hash of the contents of files and of their names, see `hash_files`."""
+    return joint_hash(hash_files(files))
+
+
+def joint_hash(files: Sequence[HashedFile]) -> str:
+    """Return one hash of the contents of files and of their names."""
+    return hashlib.sha256(json.dumps([[file.name, file.sha256] for file in files]).encode()).hexdigest()
+
+
+def hash_files(files: Mapping[str, Path]) -> list[HashedFile]:
+    """Hash the contents of files, whose names are the keys of `files`.
 
     Files with a valid record are not read again. Progress is logged, and shown on terminals. Raise ModelError if a file
     cannot be read, or changes meanwhile.
     """
-    paths = list(files.values())
-    stamps = [_stamp(path) for path in paths]
-    hashes = [_recall(stamp) for stamp in stamps]
-    unknown = [index for index, sha256 in enumerate(hashes) if sha256 is None]
-    new = _hash_all([paths[index] for index in unknown], sum(stamps[index].size for index in unknown))
-    for index, sha256 in zip(unknown, new, strict=True):
-        hashes[index] = sha256
-    return hashlib.sha256(json.dumps([*zip(files, hashes, strict=True)]).encode()).hexdigest()
+    stamps = {name: _stamp(path) for name, path in files.items()}
+    found = {name: _Hashed(stamp, _recall(stamp) or "", is_final=True) for name, stamp in stamps.items()}
+    unknown = [name for name, file in found.items() if not file.sha256]
+    new = _hash_all([files[name] for name in unknown], sum(stamps[name].size for name in unknown))
+    found |= dict(zip(unknown, new, strict=True))
+    return [
+        HashedFile(name=name, path=files[name].resolve(), stamp=astuple(file.stamp), sha256=file.sha256)
+        for name, file in found.items()
+    ]
+
+
+def check_unchanged(file: IO[bytes], hashed: HashedFile) -> HashedFile:
+    """Return the record of an open file if its contents are those that were hashed, and raise ModelError otherwise.
+
+    The contents are read again only if the stamp has changed, as by a chmod. The returned record has the new stamp.
+    """
+    try:
+        if astuple(_Stamp.of(file)) == hashed.stamp:
+            return hashed
+        new = _hash_open(hashed.path, file, [0], Event())
+    except OSError as error:
+        raise ModelError(f"{hashed.path} cannot be read ({one_line(error)}): start again") from error
+    if new.sha256 != hashed.sha256:
+        raise ModelError(f"{hashed.path} changed after the model was loaded: start again")
+    return replace(hashed, stamp=astuple(new.stamp))
 
 
 def _stamp(path: Path) -> _Stamp:
@@ -115,7 +144,7 @@ def _recall(stamp: _Stamp) -> str | None:
     return record.sha256 if record.stamp == stamp else None
 
 
-def _hash_all(paths: Sequence[Path], num_bytes: int) -> list[str]:
+def _hash_all(paths: Sequence[Path], num_bytes: int) -> list[_Hashed]:
     stop, read = Event(), [[0] for _ in paths]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         jobs = [pool.submit(hash_file, path, count, stop) for path, count in zip(paths, read, strict=True)]
@@ -128,7 +157,7 @@ def _hash_all(paths: Sequence[Path], num_bytes: int) -> list[str]:
             stop.set()
             raise
     _remember([_Record(new.stamp, new.sha256) for new in hashed if new.is_final and new.stamp.size >= _SMALL_BYTES])
-    return [new.sha256 for new in hashed]
+    return hashed
 
 
 def _show_progress(jobs: Sequence[Future[_Hashed]], read: Sequence[list[int]], num_bytes: int) -> None:
@@ -150,18 +179,22 @@ def _show_progress(jobs: Sequence[Future[_Hashed]], read: Sequence[list[int]], n
 
 def hash_file(path: Path, num_read: list[int], stop: Event) -> _Hashed:
     """Compute the hash of one file, and count its bytes in `num_read[0]`. After `stop` the result is invalid."""
-    began_ns = time.time_ns()
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
-            stamp = _Stamp.of(file)
-            while not stop.is_set() and (size := file.readinto(buffer)):
-                digest.update(buffer[:size])
-                num_read[0] += size
-            is_same = _Stamp.of(file) == stamp
+            return _hash_open(path, file, num_read, stop)
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({one_line(error)})") from error
-    if not is_same:
+
+
+def _hash_open(path: Path, file: IO[bytes], num_read: list[int], stop: Event) -> _Hashed:
+    """Compute the hash of an unbuffered file, see `hash_file`."""
+    began_ns, stamp = time.time_ns(), _Stamp.of(file)
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    file.seek(0)
+    while not stop.is_set() and (size := file.readinto(buffer)):  # type: ignore[attr-defined]  # of unbuffered files
+        digest.update(buffer[:size])
+        num_read[0] += size
+    if _Stamp.of(file) != stamp:
         raise ModelError(f"{path} changed while it was read: start again when it is complete")
     return _Hashed(stamp, digest.hexdigest(), is_final=stamp.is_settled(began_ns))
 

@@ -25,12 +25,28 @@ class ModelError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HashedFile:
+    """A file as it was when its contents were hashed.
+
+    Attributes:
+        path: without symbolic links, which may lead to another file later.
+        stamp: device, inode, size and ctime, see `model.contents`.
+    """
+
+    name: str
+    path: Path
+    stamp: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFiles:
     """A model that workers on this host can map.
 
-    `config_dir` is a folder for AutoConfig, `weights` a file of the store. Both are in the cache, so workers that start
-    later load the same model even if the user's folder changes. A model without tokenizer files has no
-    `tokenizer_dir`. The `tokenizer_hash` is a hash of their contents. The `dtype` is a key of `DTYPES`.
+    `config_dir` is a folder for AutoConfig, `weights` the description in the store. Both are in the cache. Weights that
+    need no conversion are in files of the `checkpoint`. Workers that start later load the same model, or fail if these
+    files have changed. A model without tokenizer files has no `tokenizer_dir`. The `tokenizer_hash` is a hash of their
+    contents. The `dtype` is a key of `DTYPES`.
     """
 
     name: str
@@ -41,6 +57,7 @@ class ModelFiles:
     quantization: Quantization | None = None
     trust_remote_code: bool = False
     tokenizer_hash: str | None = None
+    checkpoint: tuple[HashedFile, ...] = ()
 
 
 def config_dtype(config: Mapping[str, Any]) -> str | None:

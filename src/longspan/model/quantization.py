@@ -8,11 +8,10 @@ tensor parallelism) computes with exactly these weights. So does transformers wi
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from longspan.model.files import Quantization
@@ -73,10 +72,7 @@ def quantise(name: str, weight: Tensor, quantization: Quantization) -> Levels:
     return Levels(numbers=numbers.flatten(1), grid=torch.stack([step, base], dim=2))
 
 
-def map_levels(weights: Path) -> dict[str, Levels]:
-    """Map the levels of a quantised weight file, by the names of the weights. Any other file has none."""
-    with safe_open(weights, framework="pt") as file:
-        names = [name.removesuffix(GRID) for name in file.keys() if name.endswith(GRID)]  # noqa: SIM118
-        return {
-            name: Levels(numbers=file.get_tensor(name + NUMBERS), grid=file.get_tensor(name + GRID)) for name in names
-        }
+def map_levels(stored: Mapping[str, Tensor]) -> dict[str, Levels]:
+    """Return the levels of quantised weights, by the names of the weights. `stored` is `StoredTensors.levels`."""
+    names = [name.removesuffix(GRID) for name in stored if name.endswith(GRID)]
+    return {name: Levels(numbers=stored[name + NUMBERS], grid=stored[name + GRID]) for name in names}

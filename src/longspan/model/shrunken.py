@@ -16,7 +16,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ class ShrunkenModel:
         layers: the numbers of the layers with weights.
         tensors: all parameters and buffers, by name.
         aliases: for each further name of a tied parameter, its name in `tensors`.
+        levels: none, a copy is not quantised.
     """
 
     module: PreTrainedModel
@@ -78,9 +79,13 @@ class ShrunkenModel:
     layers: Sequence[int]
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
+    levels: ClassVar[dict[str, Tensor]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[self.owner(name)]
+
+    def check(self) -> None:
+        """Do nothing: its tensors are in memory, and no file can change them."""
 
     def owner(self, name: str) -> str:
         """Return the first of the names that are tied to this name."""

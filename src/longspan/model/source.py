@@ -46,7 +46,7 @@ def prepare(
         quantization=quantization,
         trust_remote_code=trust_remote_code,
     )
-    weights = ensure_weights(folder, form)
+    weights, checkpoint = ensure_weights(folder, form)
     return ModelFiles(
         name=model,
         config_dir=weights.parent,
@@ -56,6 +56,7 @@ def prepare(
         dtype=dtype,
         quantization=quantization,
         trust_remote_code=trust_remote_code,
+        checkpoint=checkpoint,
     )
 
 

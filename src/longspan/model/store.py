@@ -1,8 +1,9 @@
-"""Weights are stored once per host: one safetensors file per model and dtype, mapped by every worker.
+"""Weights are stored once per host, and every worker maps them: each model and dtype has a folder in the cache.
 
-The file holds every parameter and buffer as transformers' `from_pretrained` leaves them, under their names in the
-module tree. They are converted to the dtype, experts are stacked, and rotary frequencies are computed. Tied tensors are
-stored once. The metadata holds the ModelInfo.
+`weights.json` describes the model: its ModelInfo, and the place of each parameter and buffer by its name in the module
+tree. A place lies in the checkpoint's own safetensors files if these hold the tensor as `from_pretrained` leaves it.
+All other tensors are in `tensors.bin`: converted to the dtype, stacked experts, rotary frequencies. Tied tensors and
+equal bytes are stored once.
 
 Dummy weights for devices other than CPUs are not stored. The file describes the matrices, and each rank draws them.
 """
@@ -12,30 +13,40 @@ import json
 import logging
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from longspan.model.contents import content_hash
-from longspan.model.files import ModelError, Quantization, cache_root, make_writable, not_written, one_line
+from longspan.model.contents import check_unchanged, hash_files, joint_hash
+from longspan.model.files import (
+    HashedFile,
+    ModelError,
+    ModelFiles,
+    Quantization,
+    cache_root,
+    make_writable,
+    not_written,
+    one_line,
+)
 from longspan.model.folder import description_files, weight_files
 from longspan.model.info import ModelInfo
+from longspan.model.mapped import MappedFile, Place
 
-_FORMAT = 4
+_FORMAT = 5
 """The version of the file layout, and of the checks that a model passes before its file is written."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-NOTES = "notes"
-"""The metadata entry with sentences that every start logs as warnings."""
 NUMBERS, GRID = ".numbers", ".grid"
-"""Suffixes of the names of levels in a file, after the name of the weight."""
-_FILE = "model.safetensors"
+"""Suffixes of the names of levels, after the name of the weight."""
+DESCRIPTION, TENSORS = "weights.json", "tensors.bin"
 
 log = logging.getLogger(__name__)
 
@@ -57,54 +68,44 @@ class WeightForm:
     trust_remote_code: bool = False
 
 
-def ensure_weights(config_dir: Path, form: WeightForm) -> Path:
-    """Return the weight file of the model in `config_dir`. The first use checks the model and writes the file.
+def ensure_weights(config_dir: Path, form: WeightForm) -> tuple[Path, tuple[HashedFile, ...]]:
+    """Return the description of the weights of the model in `config_dir`, and the files that it names.
 
-    The name of its folder is a hash of the checkpoint's contents. The folder also has a copy of the configuration.
-    Raise ModelError if the model cannot be served, or the checkpoint does not match its configuration.
+    The first use checks the model and writes its folder, whose name is a hash of the checkpoint's contents. The folder
+    also has a copy of the configuration. Raise ModelError if the model cannot be served, or the checkpoint does not
+    match its configuration.
     """
 
-    def key() -> str:
+    def hashed() -> tuple[str, list[HashedFile]]:
         sources = description_files(config_dir, trust_remote_code=form.trust_remote_code)
         if form.dummy_seed is None:
             sources |= weight_files(config_dir)
+        files = hash_files(sources)
         formats = [_FORMAT, msgspec.json.schema(ModelInfo), version("transformers")]
-        identity = [*formats, content_hash(sources), *astuple(form)]
-        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+        identity = [*formats, joint_hash(files), *astuple(form)]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32], files
 
-    name = key()
+    name, files = hashed()
     folder = cache_root() / "weights" / name
     if not folder.is_dir():
         from longspan.model.checkpoint import write_weights  # noqa: PLC0415 - imports transformers' models: seconds
         from longspan.model.probe import check_supported  # noqa: PLC0415
 
         def build(unfinished: Path) -> None:
-            log.info("writing the %s weights of %s to the cache, once", form.quantization or form.dtype, config_dir)
-            write_weights(config_dir, unfinished / _FILE, form)
+            log.info("adding the %s weights of %s to the cache, once", form.quantization or form.dtype, config_dir)
+            write_weights(config_dir, unfinished, form)
             for file, path in description_files(config_dir, trust_remote_code=form.trust_remote_code).items():
                 (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, unfinished / file)
-            if key() != name:
+            if hashed()[0] != name:
                 raise ModelError(f"{config_dir} changed while it was read: start again when it is complete")
 
         check_supported(config_dir, form.trust_remote_code)
         build_once(folder, build)
-    for note in json.loads(_metadata(folder / _FILE)[NOTES]):
+    description = read_description(folder / DESCRIPTION)
+    for note in description.notes:
         log.warning("%s: %s", config_dir, note)
-    return folder / _FILE
-
-
-def _metadata(weights: Path) -> dict[str, str]:
-    try:
-        with safe_open(weights, framework="pt") as file:
-            return dict(file.metadata())
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{weights} is damaged ({one_line(error)}): remove its folder {weights.parent}") from error
-
-
-def read_info(weights: Path) -> ModelInfo:
-    """Return the facts stored with a weight file. Only the header is read."""
-    return ModelInfo.from_json(_metadata(weights)["info"])
+    return folder / DESCRIPTION, tuple(file for file in files if file.name in description.files)
 
 
 class Matrices(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,22 +129,88 @@ class Matrices(msgspec.Struct, frozen=True, kw_only=True):
         return matrix.normal_(0.0, self.deviation, generator=generator)
 
 
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of `weights.json`.
+
+    Attributes:
+        tensors: the places of parameters, buffers and levels.
+        aliases: for each further name of a tied tensor, its name in `tensors` or in `matrices`.
+        matrices: only of drawn weights.
+        notes: sentences that every start logs as warnings.
+    """
+
+    info: ModelInfo
+    dtype: str
+    tensors: dict[str, Place]
+    aliases: dict[str, str]
+    matrices: Matrices | None = None
+    notes: list[str] = []
+
+    @property
+    def files(self) -> set[str]:
+        """The names of the files that hold tensors."""
+        return {place.file for place in self.tensors.values()}
+
+
+def read_description(weights: Path) -> Description:
+    """Read the description of stored weights. Raise ModelError if it or `tensors.bin` is damaged."""
+    path = weights
+    try:
+        description = msgspec.json.decode(weights.read_bytes(), type=Description)
+        if needed := max((place.end for place in description.tensors.values() if not place.file), default=0):
+            path = weights.with_name(TENSORS)
+            if path.stat().st_size < needed:
+                raise ValueError(f"it has less than {needed} bytes")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is damaged ({one_line(error)}): remove its folder {path.parent}") from error
+    return description
+
+
+def read_info(weights: Path) -> ModelInfo:
+    """Return the facts stored with the weights."""
+    return read_description(weights).info
+
+
 class StoredTensors(Mapping[str, Tensor]):
     """The parameters and buffers of a model by their names in the module tree.
 
-    Stored tensors are views of the file, on the CPU. All processes of the host share its pages until one writes to
-    them. Tied names share one tensor object. Other matrices are drawn on `device` at each access, and not kept.
+    Stored tensors are views of files, on the CPU. All processes of the host share their pages until one writes to them.
+    Tied names share one tensor object. Other matrices are drawn on `device` at each access, and not kept.
+
+    Raise ModelError if a file of the checkpoint has changed since its contents were hashed, or was removed.
+
+    Attributes:
+        levels: the parts of quantised weights, see `quantization.map_levels`.
     """
 
-    def __init__(self, weights: Path, device: torch.device) -> None:
-        with safe_open(weights, framework="pt") as file:
-            names = [name for name in file.keys() if not name.endswith((NUMBERS, GRID))]  # noqa: SIM118
-            self._mapped: dict[str, Tensor] = {name: file.get_tensor(name) for name in names}
-            self._aliases: dict[str, str] = json.loads(file.metadata()["aliases"])
-            matrices = file.metadata().get("matrices")
-            self.info = ModelInfo.from_json(file.metadata()["info"])
-        self._matrices = None if matrices is None else msgspec.json.decode(matrices, type=Matrices)
+    def __init__(self, files: ModelFiles, device: torch.device) -> None:
+        stored = read_description(files.weights)
+        self._checked: list[tuple[IO[bytes], HashedFile]] = []
+        mapped = {name: self._map(files, name) for name in sorted(stored.files)}
+        tensors = {name: mapped[place.file].tensor(place) for name, place in stored.tensors.items()}
+        self.levels = {name: tensor for name, tensor in tensors.items() if name.endswith((NUMBERS, GRID))}
+        self._mapped = {name: tensor for name, tensor in tensors.items() if name not in self.levels}
+        self._aliases, self._matrices, self.info = stored.aliases, stored.matrices, stored.info
         self._device = device
+
+    def _map(self, files: ModelFiles, name: str) -> MappedFile:
+        """Map the file of the store, or a file of the checkpoint. The latter stays open for `check`."""
+        if not name:
+            with files.weights.with_name(TENSORS).open("rb") as own:
+                return MappedFile(own, name)
+        hashed = next(file for file in files.checkpoint if file.name == name)
+        try:
+            file = hashed.path.open("rb", buffering=0)
+        except OSError as error:
+            problem = f"{hashed.path} has weights of the model, but cannot be read any more ({one_line(error)})"
+            raise ModelError(f"{problem}: put it back, or start again") from error
+        weakref.finalize(self, file.close)
+        self._checked.append((file, check_unchanged(file, hashed)))
+        return MappedFile(file, name)
+
+    def check(self) -> None:
+        """Raise ModelError if the contents of a mapped file of the checkpoint have changed."""
+        self._checked = [(file, check_unchanged(file, hashed)) for file, hashed in self._checked]
 
     def owner(self, name: str) -> str:
         """Return the first of the names that are tied to this name."""

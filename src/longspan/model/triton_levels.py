@@ -7,7 +7,6 @@ are dequantised before PyTorch's product. Both compute with exactly `quantizatio
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,9 +55,9 @@ class LevelsLinear(nn.Linear):
         return multiply(input.flatten(0, -2), self.levels, self.bias).view(*input.shape[:-1], self.out_features)
 
 
-def levels_of(file: Path, shard: Shard) -> dict[str, Levels]:
+def levels_of(stored: Mapping[str, Tensor], shard: Shard) -> dict[str, Levels]:
     """Map a rank's share of the levels by the names of the weights, except for shares that would cut a group."""
-    shares = {name: cut_levels(shard, name, levels) for name, levels in map_levels(file).items()}
+    shares = {name: cut_levels(shard, name, levels) for name, levels in map_levels(stored).items()}
     return {name: share for name, share in shares.items() if share is not None}
 
 

@@ -70,7 +70,7 @@ class Rank:
         self._watch = Stopwatch(enabled=config.record_times, device=device)
         self._kv_memory = KvMemory(device)
         # Map once: overlapping shares then use the same pages. CUDA devices get copies, so no mapping is kept.
-        self._stored = StoredTensors(config.files.weights, device) if device.type == "cpu" else None
+        self._stored = StoredTensors(config.files, device) if device.type == "cpu" else None
         self._models: dict[tuple[range, int, int], Model] = {}
         self._host_blocks: BlockRecords | None = None
         self._worker: Worker | None = None
@@ -84,7 +84,7 @@ class Rank:
         """Execute the controller's commands until Stop. Return True if no KV was in flight then."""
         inbox = Inbox(controller)
         fallbacks = tuple(text for model in self._models.values() for text in model.fallbacks)
-        send_report(controller, messages.Ready(self._rank, fallbacks))
+        self._send(controller, messages.Ready(self._rank, fallbacks))
         while True:
             worker = self._worker
             with self._watch.during("controller"):
@@ -92,23 +92,29 @@ class Rank:
             if worker is not None:
                 worker.prepare(new)
                 for report in worker.collect(is_idle=not inbox.has_commands):
-                    send_report(controller, report)
+                    self._send(controller, report)
             match inbox.next():
                 case messages.Stop():
                     for report in () if worker is None else worker.settle(sends=False):
-                        send_report(controller, report)
+                        self._send(controller, report)
                     return worker is None or worker.is_idle
                 case messages.Measure() | messages.RunReshard() as command:
                     for report in () if worker is None else worker.settle(sends=True):
-                        send_report(controller, report)
+                        self._send(controller, report)
                     del worker  # a device has memory for one share of the model
                     if isinstance(command, messages.Measure):
-                        send_report(controller, self._measure())
+                        self._send(controller, self._measure())
                     else:
-                        send_report(controller, self._regroup(command))
+                        self._send(controller, self._regroup(command))
                 case command if command is not None and worker is not None:
                     for report in worker.execute(command):
-                        send_report(controller, report)
+                        self._send(controller, report)
+
+    def _send(self, controller: zmq.Socket[bytes], report: messages.Report) -> None:
+        """Send a report, unless the weights that this process has mapped have changed. Raise ModelError then."""
+        if self._stored is not None:
+            self._stored.check()
+        send_report(controller, report)
 
     def _regroup(self, command: messages.RunReshard) -> messages.Regrouped:
         """Take the place in another cluster."""
