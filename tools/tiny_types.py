@@ -271,6 +271,11 @@ VARIANTS: dict[str, dict[str, Fields]] = {
     "glm4_moe": {"norms of heads": {"use_qk_norm": True}},
     "gpt2": {"scales of layers": {"scale_attn_by_inverse_layer_idx": True}},
     "gpt_bigcode": {"several KV heads": {"multi_query": False}},
+    "gpt_oss": {"no window": {"layer_types": ["full_attention"] * _LAYERS, "attention_bias": False}},
+    "granite_swa": {
+        "RoPE by layer": {"layer_rope_theta": [0, 10000.0, 500000.0, 0]},
+        "longrope by layer": {"layer_rope_theta": [0, 10000.0, 500000.0, 0], "rope_parameters": _LONGROPE},
+    },
     "gpt_neox": {"sequential": {"use_parallel_residual": False}},
     "llama4": {
         "full attention": {
@@ -287,6 +292,10 @@ VARIANTS: dict[str, dict[str, Fields]] = {
         "dense layers": {"interleave_moe_layer_step": 2, "use_qk_norm": False},
         "RoPE in full layers": {"no_rope_layers": [1] * _LAYERS},
         "no RoPE in chunked layers": {"no_rope_layers": [1, 0, 0, 1], "attn_temperature_tuning": True},
+    },
+    "mimo_v2_flash": {
+        "narrow values": {"head_dim": 24},
+        "no sinks": {"layer_types": ["full_attention"] * _LAYERS, "mlp_layer_types": ["dense"] * _LAYERS},
     },
     "minimax_m3_vl_text": {"sparse layers": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (_LAYERS // 2)}},
     "mistral": {"no window": {"sliding_window": None}},

@@ -167,6 +167,7 @@ def deviations(files: ModelFiles, text: evals.Text) -> tuple[tuple[float, ...], 
     import torch  # noqa: PLC0415 - tests of the journal need none
     from torch import Tensor  # noqa: PLC0415
 
+    from longspan.attn.backends import lse_with_sinks  # noqa: PLC0415
     from longspan.model.adapter import Model  # noqa: PLC0415
     from longspan.model.step import Rows  # noqa: PLC0415
     from longspan.runtime.prompt_attention import hidden_keys, scores_by_kv_head  # noqa: PLC0415
@@ -181,9 +182,10 @@ def deviations(files: ModelFiles, text: evals.Text) -> tuple[tuple[float, ...], 
         hidden = hidden_keys(positions, positions, spec.visibility)
         num_seen = (~hidden).sum(dim=1)
         for kv_head, (heads, scores) in enumerate(scores_by_kv_head(q, k, hidden, spec)):
-            weights = scores.softmax(dim=-1)
+            sinks = model.sinks[layer][heads] if spec.has_sinks else None
+            weights = (scores - lse_with_sinks(scores.logsumexp(dim=-1), sinks)[..., None]).exp()
             out[heads] = (weights @ v[kv_head].float()).to(q.dtype)
-            variance = weights.square().sum(dim=-1) / num_seen - num_seen.float().pow(-2)
+            variance = weights.square().sum(dim=-1) / num_seen - (weights.sum(dim=-1) / num_seen).square()
             of_layer.append(float(f"{variance.clamp_min(0).mean().sqrt().item():.{_DIGITS}g}"))
         found.append(tuple(of_layer))
         return out

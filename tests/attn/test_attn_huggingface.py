@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import SWITCH_LENGTH, make_tiny
+from tiny_models import SINKS, SWITCH_LENGTH, make_tiny
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transports import MemoryTransport, Wires, run_members
@@ -59,7 +59,7 @@ def split_logits(
     return results
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-yarn", "mistral-window", "gemma2", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "mistral-window", "gemma2", "qwen3", "phi3", *SINKS])
 @torch.no_grad()
 def test_logits_are_those_of_one_process(load: Callable[..., nn.Module], name: str) -> None:
     sequences, one = [ids(150), ids(41, 1)], load(name, "eager")

@@ -16,7 +16,7 @@ from transports import run_members
 import longspan
 from longspan import attn
 from longspan.attn import check
-from longspan.attn.check import Request, random_batch, random_spec
+from longspan.attn.check import Request, random_batch, random_sinks, random_spec
 from longspan.attn.comm import Transport
 from longspan.attn.spec import AttnSpec
 from longspan.core.layouts import shard_span
@@ -81,6 +81,7 @@ def compare(
         window=spec.window,
         softcap=spec.softcap,
         chunk=spec.chunk,
+        sinks=random_sinks(spec).to(dtype) if spec.has_sinks else None,
     )
     wanted = torch.cat([one.wanted(group.rank, spec) for one in batch], dim=1)
     assert out.dtype == dtype
@@ -182,6 +183,7 @@ SHAPES = ((4, 4, 16), (2, 4, 16), (2, 4, 16))
         ([HALVES], SHAPES, {"chunk": 0}, "chunk 0"),
         ([HALVES], SHAPES, {"window": 4, "chunk": 8}, "window 4, chunk 8"),
         ([HALVES], SHAPES, {"softcap": -1.0}, "softcap -1.0"),
+        ([HALVES], SHAPES, {"sinks": torch.zeros(2)}, r"sinks \(2,\) on cpu: give one for each of the 4 query heads"),
         ([shard_span("contiguous", 8, 16, 2)], SHAPES, {}, r"all keys of \[0, 16\).*cached"),
         ([((Run(0, 4),), (Run(5, 8),))], SHAPES, {}, r"\[0, 4\); \[5, 8\).*one span"),
         ([((Run(0, 4),), (Run(2, 8),))], SHAPES, {}, "each once"),

@@ -12,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.attn.backends import CudaKernel, backend_of, pytorch_cuda
 from longspan.attn.backends.pytorch import TorchCpu
 from longspan.attn.backends.pytorch_cuda import TorchCuda, cuda_kernel
-from longspan.attn.check import random_qkv, reference
+from longspan.attn.check import random_qkv, random_sinks, reference
 from longspan.attn.comm import ALONE
 from longspan.attn.exchanges import Call
 from longspan.attn.exchanges.local import local
@@ -232,6 +233,7 @@ def attend_step(spec: AttnSpec, lengths: list[tuple[int, int]], backend: TorchCu
         v=new_v,
         kv=PagedKv(keys=keys, values=values),
         spec=spec,
+        sinks=random_sinks(spec) if spec.has_sinks else None,
         out=torch.full_like(q, torch.nan),
     )
     local(call)
@@ -251,17 +253,28 @@ STEPS = {
 """Requests of a step: cached and new tokens of each. Requests with up to 24 new tokens share a call."""
 
 
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (6, False), (None, True), (6, True)])
 @pytest.mark.parametrize("step", STEPS)
 def test_short_prompts_of_a_step_are_one_call(
-    windows: list[None], step: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+    windows: list[None], step: str, window: int | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pytorch_cuda, "_MAX_GROUPED", 24)
-    spec = AttnSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=window, softcap=None)
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "scale": 0.25}
+    spec = AttnSpec(**sizes, window=window, softcap=None, has_sinks=has_sinks)
     num_calls = len(windows)
     attend_step(spec, STEPS[step], OnCpu())
     num_long = sum(new > 24 for _, new in STEPS[step])
     assert len(windows) - num_calls == 1 + (num_long if window else 0), "long prompts have windows of their own"
+
+
+def test_one_call_returns_a_log_sum_exp_for_each_query_of_several_prompts() -> None:
+    """Sinks need it. PyTorch states the shapes of its operators without a device."""
+    with FakeTensorMode():
+        sizes = ((50, 4, 64), (80, 2, 64))
+        q, k = (torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes)
+        ends = torch.empty(4, dtype=torch.int32, device="cuda")
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, k, ends, ends, 30, 40, 0.0, False, False)
+    assert out.shape == q.shape and lse.shape == (4, 50)
 
 
 def test_many_keys_are_several_calls(windows: list[None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,9 +108,11 @@ def spec_of(
     softcap: float | None = None,
     heads: tuple[int, int] = HEADS[0],
     chunk: int | None = None,
+    *,
+    has_sinks: bool = False,
 ) -> AttnSpec:
-    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 16}
-    return AttnSpec(**sizes, scale=0.25, window=window, softcap=softcap, chunk=chunk)
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 16, "scale": 0.25}
+    return AttnSpec(**sizes, window=window, softcap=softcap, chunk=chunk, has_sinks=has_sinks)
 
 
 @st.composite
@@ -119,9 +121,9 @@ def cases(draw: st.DrawFn, *, in_order: bool) -> Case:
     limit, softcap = draw(st.integers(1, 130)), draw(st.sampled_from((None, None, 5.0)))
     window, chunk = draw(st.sampled_from(((None, None), (limit, None), (None, limit))))
     batch = draw(st.lists(requests(len(hosts), in_order=in_order), min_size=1, max_size=4))
-    return Case(
-        hosts=tuple(hosts), batch=tuple(batch), spec=spec_of(window, softcap, draw(st.sampled_from(HEADS)), chunk)
-    )
+    heads, has_sinks = draw(st.sampled_from(HEADS)), draw(st.booleans())
+    spec = spec_of(window, softcap, heads, chunk, has_sinks=has_sinks)
+    return Case(hosts=tuple(hosts), batch=tuple(batch), spec=spec)
 
 
 def exchange(
@@ -290,7 +292,7 @@ def test_chain_gives_the_last_member_all_new_keys_and_may_start_layers_ahead() -
 def test_dense_masks_whole_blocks_of_keys() -> None:
     """More keys than a kernel takes at a time, all of them hidden from the first queries."""
     runs = shard_span("zigzag", 0, 1500, 2)
-    for spec in (spec_of(), spec_of(window=40), spec_of(softcap=5.0)):
+    for spec in (spec_of(), spec_of(window=40), spec_of(softcap=5.0), spec_of(has_sinks=True)):
         case = Case(hosts=(0, 1), batch=(Request(q_runs=runs[::-1], kv_runs=runs, seed=0),), spec=spec)
         assert_attention(exchange("gather_kv, dense", case)[0], case)
 
@@ -300,10 +302,11 @@ def test_dense_masks_whole_blocks_of_keys() -> None:
     st.lists(requests(1), min_size=1, max_size=5),
     st.one_of(st.none(), st.integers(1, 130)),
     st.sampled_from((None, 5.0)),
+    st.booleans(),
     st.integers(0, 99),
 )
-def test_local(batch: list[Request], window: int | None, softcap: float | None, seed: int) -> None:
-    spec = spec_of(window, softcap)
+def test_local(batch: list[Request], window: int | None, softcap: float | None, has_sinks: bool, seed: int) -> None:
+    spec = spec_of(window, softcap, has_sinks=has_sinks)
     call = member_call(LOCAL, ALONE, batch, spec, block_size=BLOCK, seed=seed)
     out = attend(call)
     outputs = [[out[:, part.rows] for part in call.parts]]

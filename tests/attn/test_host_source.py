@@ -12,6 +12,7 @@ from torch import Tensor
 from longspan.attn import hosted
 from longspan.attn.backends import nothing_seen
 from longspan.attn.backends.pytorch import TorchCpu
+from longspan.attn.check import random_sinks
 from longspan.attn.comm import ALONE
 from longspan.attn.exchanges import Call
 from longspan.attn.exchanges.local import local
@@ -75,7 +76,10 @@ def attend(requests: list[tuple[int, int, set[int]]], spec: AttnSpec, staging: S
             hidden |= position // spec.chunk != key // spec.chunk
         groups = spec.num_heads // spec.num_kv_heads
         scores = (q.double() @ k.repeat_interleave(groups, 0).double().transpose(1, 2)) * spec.scale
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if spec.has_sinks:
+            scores = torch.cat([scores, random_sinks(spec).double()[:, None, None].expand(-1, new, 1)], dim=-1)
+        weights = scores.softmax(-1)[..., : cached + new]
         wanted.append(weights @ v.repeat_interleave(groups, 0).double())
         queries.append(q)
         device_kv.append(device)
@@ -100,6 +104,7 @@ def attend(requests: list[tuple[int, int, set[int]]], spec: AttnSpec, staging: S
         spec=spec,
         out=torch.full_like(q, torch.nan),
         host=source,
+        sinks=random_sinks(spec) if spec.has_sinks else None,
     )
     local(call)
     return call.out, torch.cat(wanted, dim=1)
@@ -109,15 +114,21 @@ REQUESTS = [(40, 1, {0, 1, 2, 5}), (61, 1, set()), (37, 6, set(range(8))), (3, 1
 
 
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (7, None), (30, None), (None, 7), (None, 30), (None, 100)])
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize(("kv_heads", "has_sinks"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("staging", stagings(), ids=["in place", "late", "early"])
 @pytest.mark.usefixtures("one_thread")
 def test_both_sources_together_are_exact(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, chunk: int | None, kv_heads: int, staging: Staging
+    monkeypatch: pytest.MonkeyPatch,
+    window: int | None,
+    chunk: int | None,
+    kv_heads: int,
+    has_sinks: bool,
+    staging: Staging,
 ) -> None:
     """Pieces of two blocks, so that most requests have several pieces. The second step uses the same buffers."""
     monkeypatch.setattr(hosted, "PIECE_TOKENS", 2 * BLOCK)
-    spec = AttnSpec(num_heads=4, num_kv_heads=kv_heads, head_dim=8, scale=0.3, window=window, softcap=None, chunk=chunk)
+    sizes = {"num_heads": 4, "num_kv_heads": kv_heads, "head_dim": 8, "scale": 0.3}
+    spec = AttnSpec(**sizes, window=window, softcap=None, chunk=chunk, has_sinks=has_sinks)
     for requests in (REQUESTS[2:], REQUESTS):
         out, wanted = attend(requests, spec, staging)
         assert (out - wanted).abs().max() < 1e-5

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from unseen_slots import with_nan_in_unseen_slots
 
-from longspan.attn.backends import merge, pytorch
+from longspan.attn.backends import lse_with_sinks, merge, merge_each, pytorch, with_sinks
 from longspan.attn.backends.pytorch import TorchCpu
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.paged import PagedKv, Reads
@@ -167,6 +167,40 @@ def test_merge_keeps_results_without_keys_and_does_not_hide_nan() -> None:
     assert torch.equal(out, torch.ones(1, 1, 4)) and lse.item() == 1.0
     out, lse = merge(torch.full((2, 1, 1, 4), torch.nan), torch.full((2, 1, 1), torch.nan))
     assert out.isnan().all() and lse.isnan().all()
+
+
+@SHORT
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    st.sampled_from((-1e4, -30.0, -3.0, 0.0, 3.0, 30.0, 1e4)),
+    st.booleans(),
+    st.integers(0, 999),
+)
+def test_sinks_after_the_merge_are_a_column_of_the_softmax(
+    sizes: list[int], offset: float, is_nested: bool, seed: int
+) -> None:
+    """Keys are cut into sets, of which some are empty. Queries of the first head see only some keys, or none."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = 4 * torch.randn(2, 3, sum(sizes), generator=generator, dtype=torch.float64)
+    scores[0].masked_fill_(torch.rand(3, sum(sizes), generator=generator) < 0.5, -torch.inf)
+    values = torch.randn(2, sum(sizes), 4, generator=generator, dtype=torch.float64)
+    sinks = torch.randn(2, generator=generator) + offset
+    lses = [torch.logsumexp(some, dim=-1) for some in scores.split(sizes, dim=-1)]
+    outs = [
+        torch.exp(some - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]) @ own
+        for some, lse, own in zip(scores.split(sizes, dim=-1), lses, values.split(sizes, dim=1), strict=True)
+    ]
+    partials = [(out.float(), lse.float()) for out, lse in zip(outs, lses, strict=True)]
+    if is_nested:
+        out, lse = merge_each(partials)
+    else:
+        out, lse = merge(*(torch.stack(kind) for kind in zip(*partials, strict=True)))
+    column = sinks.double()[:, None, None].expand(-1, 3, 1)
+    weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+    torch.testing.assert_close(with_sinks(out, lse, sinks).double(), weights @ values, atol=1e-5, rtol=0)
+    total = torch.logsumexp(torch.cat([scores, column], dim=-1), dim=-1)
+    torch.testing.assert_close(lse_with_sinks(lse, sinks).double(), total, atol=1e-5, rtol=1e-6)
+    assert lse_with_sinks(lse, None) is lse
 
 
 @pytest.mark.parametrize("softcap", [None, 20.0])

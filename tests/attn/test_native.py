@@ -19,7 +19,7 @@ from refusals import refused
 from test_kept import kept_by
 from texts import topic_tokens
 from tiny_models import BASE, write_checkpoint
-from transformers import LlamaConfig
+from transformers import GraniteSWAConfig, LlamaConfig
 from unseen_slots import with_nan_in_unseen_slots
 
 from longspan import LLM, SamplingParams, native
@@ -201,10 +201,15 @@ def test_the_number_of_threads_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-def test_a_model_is_as_exact_with_it_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On layers of the shape of SmolLM2."""
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_model_is_as_exact_with_it_as_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_sinks: bool
+) -> None:
+    """On layers of the shape of SmolLM2, also with sinks, and a window in the second layer."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "head_dim": 64}
-    folder = write_checkpoint(LlamaConfig(**BASE | sizes | {"num_hidden_layers": 2}), tmp_path)
+    sizes = BASE | sizes | {"num_hidden_layers": 2}
+    config = GraniteSWAConfig(**sizes, attention_multiplier=0.125, sliding_window=30) if has_sinks else None
+    folder = write_checkpoint(config or LlamaConfig(**sizes), tmp_path)
     prompts = [[token % 199 for token in topic_tokens()[start : start + 100]] for start in range(0, 6000, 1000)]
     oracle = Oracle(folder)
     expected = [oracle.complete(prompt, 2) for prompt in prompts]

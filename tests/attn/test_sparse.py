@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transports import run_members
 
-from longspan.attn.check import Request, attend, member_call
+from longspan.attn.check import Request, attend, member_call, random_sinks
 from longspan.attn.comm import Group, Transport
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import ALLTOALL
@@ -31,8 +31,14 @@ LAYERS = 5
 HEADS = ((4, 4), (6, 2), (9, 3), (5, 1), (8, 2))
 
 
-def spec_of(heads: tuple[int, int], softcap: float | None = None) -> AttnSpec:
-    return AttnSpec(num_heads=heads[0], num_kv_heads=heads[1], head_dim=16, scale=0.25, window=None, softcap=softcap)
+def spec_of(heads: tuple[int, int], softcap: float | None = None, *, has_sinks: bool = False) -> AttnSpec:
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 16, "scale": 0.25}
+    return AttnSpec(**sizes, window=None, softcap=softcap, has_sinks=has_sinks)
+
+
+def random_spec(draw: random.Random, seed: int) -> AttnSpec:
+    """Draw heads and a softcap. A third of the seeds have sinks."""
+    return spec_of(draw.choice(HEADS), draw.choice((None, 5.0)), has_sinks=seed % 3 == 0)
 
 
 def of_layer(request: Request, layer: int) -> Request:
@@ -111,6 +117,8 @@ class Reference:
         visible = torch.stack([self.visible(layer, head // self.readers) for head in range(self.spec.num_heads)])
         assert all(visible[:, token, token].all() for token in self.span), "every row attends at least to itself"
         lse = torch.logsumexp(scores.masked_fill(~visible, -torch.inf), dim=-1)
+        if self.spec.has_sinks:
+            lse = torch.log(lse.exp() + random_sinks(self.spec).double().exp()[:, None])
         out = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0) @ values
         causal = torch.ones(self.tokens, self.tokens, dtype=torch.bool).tril()
         sampled = []
@@ -181,7 +189,7 @@ def check(setting: SparseSetting, batch: Sequence[Request], spec: AttnSpec) -> C
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_dropped_is_full_attention(seed: int) -> None:
     draw = random.Random(seed)
-    size, spec = draw.randint(2, 4), spec_of(draw.choice(HEADS), draw.choice((None, 5.0)))
+    size, spec = draw.randint(2, 4), random_spec(draw, seed)
     batch = [whole_prompt(size, draw.randint(size, 90), seed), chunk(draw, size, seed + 50)]
     setting = random_setting(draw, batch[0].num_tokens, size, drops=False)
     found, _ = run_layers(setting, batch, spec)
@@ -194,7 +202,7 @@ def test_nothing_dropped_is_full_attention(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(16))
 def test_dropped_tokens_follow_the_definition(seed: int) -> None:
     draw = random.Random(seed)
-    size, spec = draw.randint(2, 4), spec_of(draw.choice(HEADS), draw.choice((None, 5.0)))
+    size, spec = draw.randint(2, 4), random_spec(draw, seed)
     batch = [whole_prompt(size, draw.randint(size, 90), seed)]
     if seed % 2:
         batch.append(chunk(draw, size, seed + 50))

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from test_sparse import HEADS, LAYERS, Reference, of_layer, random_setting, spec_of, whole_prompt
+from test_sparse import LAYERS, Reference, of_layer, random_setting, random_spec, spec_of, whole_prompt
 from torch import Tensor
 from transports import run_members
 
 from longspan.attn.backends import Partial
 from longspan.attn.backends.pytorch import TorchCpu
-from longspan.attn.check import Request, attend, member_call, random_qkv
+from longspan.attn.check import Request, attend, member_call, random_qkv, random_sinks
 from longspan.attn.comm import Group, Transport
 from longspan.attn.member import MemberParts
 from longspan.attn.sparse.kept import KeptKeys
@@ -145,7 +145,9 @@ def check(setting: SparseSetting, prompts: Sequence[Request], spec: AttnSpec, ow
                 scores = k[head // readers, keys] @ q[head, -1] * spec.scale
                 if spec.softcap is not None:
                     scores = torch.tanh(scores / spec.softcap) * spec.softcap
-                rows.append(torch.softmax(scores, dim=0) @ v[head // readers, keys])
+                if spec.has_sinks:
+                    scores = torch.cat([scores, random_sinks(spec)[head : head + 1].double()])
+                rows.append(torch.softmax(scores, dim=0)[: len(keys)] @ v[head // readers, keys])
             wanted[asker].append(torch.stack(rows)[:, None])
         for member, (outs, reads) in enumerate(results):
             if wanted[member]:
@@ -157,7 +159,7 @@ def check(setting: SparseSetting, prompts: Sequence[Request], spec: AttnSpec, ow
 @pytest.mark.parametrize("seed", range(16))
 def test_decodes_read_the_tokens_that_the_prompt_kept(seed: int) -> None:
     draw = random.Random(seed)
-    size, spec = draw.randint(2, 4), spec_of(draw.choice(HEADS), draw.choice((None, 5.0)))
+    size, spec = draw.randint(2, 4), random_spec(draw, seed)
     prompts = [whole_prompt(size, draw.randint(12, 90), seed + 20 * number) for number in range(1 + seed % 2)]
     per_head = spec.num_kv_heads if seed % 4 > 1 else 0
     setting = random_setting(draw, prompts[0].num_tokens, size, drops=True, per_head=per_head)

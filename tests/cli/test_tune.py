@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from longspan.cost.profile import Transfer
 from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
 from longspan.evals import Text
+from longspan.model.source import prepare
 from longspan.policy.csps.search import Configuration
 from longspan.policy.csps.settings import CsaConfig
 from longspan.policy.csps.tuned import Tuned
@@ -175,16 +177,31 @@ def test_deviations_are_those_of_the_attention_of_transformers(stopped: Stopped,
     with ThreadLLM(str(speaking_model), parallel="4", block_size=16, num_gpu_blocks_override=100) as llm:
         text = Text.of(llm)
         assert tuning.deviations(llm.service.files, text) == found.deviations
-    reference = AutoModelForCausalLM.from_pretrained(speaking_model, attn_implementation="eager", dtype=torch.float32)
-    tokens = torch.tensor([[*text.begin, *text.window(1024, 0, 1)]])
+    tokens = [*text.begin, *text.window(1024, 0, 1)]
+    expected = deviations_of(speaking_model, tokens, found.shape.num_kv_heads)
+    assert found.deviations == tuple(pytest.approx(heads, rel=0.01) for heads in expected)
+
+
+def deviations_of(folder: Path, tokens: Sequence[int], num_kv_heads: int) -> list[tuple[float, ...]]:
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
-        by_layer = reference(tokens, output_attentions=True).attentions
+        by_layer = reference(torch.tensor([tokens]), output_attentions=True).attentions
     expected = []
     for [weights] in by_layer:
         variances = [row[: index + 1].var(correction=0) for head in weights for index, row in enumerate(head)]
-        by_head = torch.stack(variances).view(found.shape.num_kv_heads, -1)
+        by_head = torch.stack(variances).view(num_kv_heads, -1)
         expected.append(tuple(by_head.mean(dim=1).sqrt().tolist()))
-    assert found.deviations == tuple(pytest.approx(heads, rel=0.01) for heads in expected)
+    return expected
+
+
+def test_deviations_of_layers_with_sinks(folders: dict[str, Path]) -> None:
+    """A part of the attention goes to the sink."""
+    tokens = [3 + number * 7 % 190 for number in range(90)]
+    text: Any = SimpleNamespace(begin=(), token_ids=tokens, window=lambda *_: tokens)
+    found = tuning.deviations(prepare(str(folders["gpt_oss"]), dtype="float32"), text)
+    full = [0, 2]  # the reference counts keys outside a window
+    expected = deviations_of(folders["gpt_oss"], tokens, 3)
+    assert [found[layer] for layer in full] == [pytest.approx(expected[layer], rel=0.01) for layer in full]
 
 
 def test_points_drop_by_the_deviations(stopped: Stopped) -> None:

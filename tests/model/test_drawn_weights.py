@@ -18,6 +18,8 @@ from longspan.model.source import prepare
 from longspan.model.store import Matrices, StoredTensors, read_info
 
 CPU = torch.device("cpu")
+RANDOM = ("sinks", "router.bias")
+"""The vectors that transformers initialises at random."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +45,10 @@ def test_only_the_matrices_are_in_no_file(name: str, tmp_path: Path, cache: Path
     assert {*found} == {*wanted}
     for key, tensor in wanted.items():
         assert found.is_drawn(key) == (tensor.ndim > 1), key
+        assert found[key].shape == tensor.shape and found[key].dtype == tensor.dtype
         if tensor.ndim < 2:
-            assert torch.equal(found[key], tensor), key
+            assert torch.equal(found[key], tensor) or key.endswith(RANDOM), key
         else:
-            assert found[key].shape == tensor.shape and found[key].dtype == tensor.dtype
             assert 0.015 < found[key].std() < 0.025 and abs(found[key].mean()) < 0.1 / found[key].numel() ** 0.5, key
 
 

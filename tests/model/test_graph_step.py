@@ -55,6 +55,7 @@ from longspan.service import Service
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK_SIZE, NUM_BLOCKS = 16, 80
 RECORDED = ["llama", "llama-yarn", "phi3", "qwen2", "qwen3", "mistral-window", "gemma2", "glm4", "mixtral", "llama4"]
+RECORDED += ["granite_swa", "gpt_oss"]
 TOLERANCE = 1e-4
 
 
@@ -158,7 +159,9 @@ class ByLayers:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         backend, step = self.decodes.backend, self.step
         backend.store(self.kv[layer], *on_device((step.blocks, step.offsets), q.device), k, v)
-        return backend.attend_paged(q, self.kv[layer], step.plans[layer], self.decodes.specs[layer])[0]
+        out, lse = backend.attend_paged(q, self.kv[layer], step.plans[layer], self.decodes.specs[layer])
+        sinks = self.decodes.model.sinks.get(layer)
+        return out if sinks is None else out * (1 / (1 + (sinks[:, None] - lse).exp()))[..., None]
 
 
 class AtOnce(ByLayers):
@@ -401,6 +404,15 @@ def test_no_decode_step_of_an_engine_is_eager(tiny: Path, oracle: Oracle, parall
     assert all(tape.num_recorded and tape.num_replayed for tape in tapes)
 
 
+@pytest.mark.parametrize("parallel", ["one", "tp3", "pp2", "ring_q of tp2", "keys on hosts"])
+def test_recorded_steps_have_sinks(folders: dict[str, Path], oracles: dict[str, Oracle], parallel: str) -> None:
+    """In the graphs, and in attention that the host computes between two of them."""
+    outputs, tapes = decode(folders["granite_swa"], **PARALLEL[parallel])
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert_exact(output, oracles["granite_swa"].complete(prompt, NUM_TOKENS))
+    assert all(tape.num_recorded and tape.num_replayed for tape in tapes)
+
+
 RANDOM = SamplingParams(temperature=1.5, top_p=0.9, top_k=50, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True)
 SAMPLED = [
     SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
@@ -493,9 +505,10 @@ def compare_neighbours(folder: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_padding_changes_no_bit(assert_interpreted: Run, tmp_path: Path) -> None:
-    """Of a model with a window in one of two layers, and softcaps."""
-    config = TINY["gemma2"]()
+@pytest.mark.parametrize("name", ["gemma2", "granite_swa"])
+def test_padding_changes_no_bit(assert_interpreted: Run, tmp_path: Path, name: str) -> None:
+    """Of a model with a window in one of two layers, and softcaps or sinks."""
+    config = TINY[name]()
     config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads = 2, 2, 1
     config.layer_types = config.layer_types[:2]
     assert_interpreted(compare_neighbours, write_checkpoint(config, tmp_path))

@@ -1,6 +1,6 @@
 """Model.forward on packed requests equals the unmodified transformers model on each of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class ReferenceAttend:
     specs: Sequence[AttnSpec]
     requests: Tensor
     positions: Tensor
+    sinks: Mapping[int, Tensor]
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
 
@@ -53,7 +54,10 @@ class ReferenceAttend:
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         hidden = ~self._visible(spec, num_queries=q.shape[1], num_keys=k.shape[1])
-        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(group, 0)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if layer in self.sinks:
+            scores = torch.cat([scores, self.sinks[layer][:, None, None].expand(-1, q.shape[1], 1)], dim=-1)
+        return scores.softmax(-1)[..., : k.shape[1]].to(q.dtype) @ v.repeat_interleave(group, 0)
 
     def _visible(self, spec: AttnSpec, num_queries: int, num_keys: int) -> Tensor:
         """Queries are the last of the keys."""
@@ -83,7 +87,7 @@ class Pack:
         self.rope_lengths = torch.tensor(self.lengths)[self.requests]
 
     def attend(self, model: Model) -> ReferenceAttend:
-        return ReferenceAttend(model.info.specs, self.requests, self.positions)
+        return ReferenceAttend(model.info.specs, self.requests, self.positions, model.sinks)
 
     def forward(self, model: Model) -> Tensor:
         everything = torch.arange(len(self.tokens))

@@ -22,7 +22,6 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     GenerationConfig,
-    GptOssConfig,
     Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -93,7 +92,6 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "t5": (T5Config(), "encoder-decoder"),
     "mamba": (MambaConfig(), "linear_attention"),
     "qwen3_next": (Qwen3NextConfig(), "linear_attention"),
-    "gpt_oss": (GptOssConfig(), "sinks"),
     "llama4": (
         Llama4Config(text_config={"attention_chunk_size": None}),
         "without an attention_chunk_size",

@@ -194,7 +194,7 @@ def test_a_member_is_killed_while_blocks_lie_on_its_host(
         assert request.output == oracle.complete(request.prompt, NUM_TOKENS).token_ids
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "phi3", "llama4"])
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "phi3", "llama4", "mimo"])
 @pytest.mark.parametrize("spec", [{}, {"instances": 2, "policy": "context"}])
 def test_windows_chunks_and_softcaps(tmp_path: Path, name: str, spec: dict[str, object]) -> None:
     """Layers with a window or chunks see less of the host, or nothing."""

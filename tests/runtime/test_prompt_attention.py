@@ -52,8 +52,12 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> npt.NDArray[np.float32]:
-    """The attention weights of the question by Hugging Face, summed over layers, heads and queries."""
-    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager")
+    return weights_of(tiny)
+
+
+def weights_of(folder: Path) -> npt.NDArray[np.float32]:
+    """Return the attention weights of the question by Hugging Face, summed over layers, heads and queries."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         layers = model(torch.tensor([PROMPT]), output_attentions=True).attentions
     total = sum(layer[0, :, FIRST:].sum(dim=(0, 1)) for layer in layers)
@@ -81,6 +85,14 @@ def test_every_layout_reports_the_attention_of_transformers(
             np.testing.assert_allclose(output.prompt_attention, expected, atol=2e-5, rtol=1e-3)
             assert output.outputs[0].token_ids == plain.outputs[0].token_ids
     assert plain.prompt_attention is None
+
+
+@pytest.mark.parametrize("exchange", ["ring_kv", "alltoall", "gather_hidden"])
+def test_weights_include_sinks_and_windows(folders: dict[str, Path], exchange: str) -> None:
+    folder = folders["gpt_oss"]
+    expected = weights_of(folder)
+    with opened(folder, instances=2, exchange=exchange, **ALWAYS) as llm:
+        np.testing.assert_allclose(answer(llm).prompt_attention, expected, atol=2e-5, rtol=1e-3)
 
 
 def test_requests_of_a_step_do_not_mix(tiny: Path, expected: npt.NDArray[np.float32]) -> None:

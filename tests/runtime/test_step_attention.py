@@ -19,7 +19,7 @@ from torch import Tensor
 from transports import Wires, run_members
 
 from longspan.attn.backends import backend_of
-from longspan.attn.check import random_qkv, reference
+from longspan.attn.check import random_qkv, random_sinks, reference
 from longspan.attn.comm import NO_PEERS, Calls, Pending, Transport
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
@@ -104,8 +104,9 @@ def steps_of(chats: Sequence[Chat], draw: random.Random) -> list[Forward | Free]
     st.randoms(use_true_random=False),
 )
 def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
-    """In two layers, one with a window."""
-    specs = [spec_of(), spec_of(window=20)]
+    """In three layers, one with a window, and one with sinks."""
+    specs = [spec_of(), spec_of(window=20), spec_of(has_sinks=True)]
+    sinks = {2: random_sinks(specs[2])}
     tensors = [
         [random_qkv(spec, chat.stops[-1], chat.stops[-1], torch.float32, chat.seed + layer) for chat in chats]
         for layer, spec in enumerate(specs)
@@ -122,7 +123,8 @@ def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
             packed = pack(forward, tables, instance=instance, block_size=BLOCK, device=CPU, backend=BACKEND)
             lanes = StepLanes.one(transport)
             comm = StepComm(lanes, forward.number, cluster=CLUSTER, rank=instance, num_layers=len(specs))
-            attention = StepAttention(packed, comm, pool=pool, specs=specs, watch=Stopwatch(enabled=False, device=CPU))
+            watch = Stopwatch(enabled=False, device=CPU)
+            attention = StepAttention(packed, comm, pool=pool, specs=specs, sinks=sinks, watch=watch)
             if not len(packed.tokens):
                 attention.without_tokens(torch.float32, CPU)
                 continue

@@ -18,8 +18,11 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     Glm4Config,
+    GptOssConfig,
+    GraniteSWAConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MiMoV2FlashConfig,
     MistralConfig,
     MixtralConfig,
     Phi3Config,
@@ -67,6 +70,14 @@ def longrope_parameters(half_dim: int) -> dict[str, Any]:
 
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": _CONTEXT // 4}
 
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GRANITE = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 1.5,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.8,
+}
+
 TINY: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**BASE | {"tie_word_embeddings": True}),
     "llama-yarn": lambda: LlamaConfig(**BASE, rope_parameters=dict(_YARN)),
@@ -98,7 +109,25 @@ TINY: dict[str, Callable[[], PreTrainedConfig]] = {
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
+    "gpt_oss": lambda: GptOssConfig(
+        **BASE | _EXPERTS,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        sliding_window=WINDOW,
+        rope_parameters=_YARN | {"truncate": False},
+    ),
+    "granite_swa": lambda: GraniteSWAConfig(
+        **BASE | _GRANITE, sliding_window=WINDOW, layer_rope_theta=[0, 10000.0, 500000.0]
+    ),
+    "mimo": lambda: MiMoV2FlashConfig(
+        **BASE | _EXPERTS | {"num_key_value_heads": 2, "num_attention_heads": 8, "head_dim": 24},
+        v_head_dim=16,
+        moe_intermediate_size=64,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        sliding_window=WINDOW,
+    ),
 }
+SINKS = ("gpt_oss", "granite_swa", "mimo")
+"""The models with attention sinks, in all layers or in those with a window."""
 
 
 def make_tiny(name: str, folder: Path, seed: int = 0) -> Path:

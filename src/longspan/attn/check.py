@@ -201,7 +201,7 @@ def attend(call: Call) -> Tensor:
 def _gather_hidden(call: Call) -> Tensor:
     """Exchange queries, keys and values instead of hidden states and projections."""
     spec, num_pieces = call.spec, pieces_of(call.exchange)
-    shared = GatherHidden(call.group, call.parts, call.kv, spec, num_pieces=num_pieces)
+    shared = GatherHidden(call.group, call.parts, call.kv, spec, sinks=call.sinks, num_pieces=num_pieces)
     hidden = torch.cat([call.q, call.k, call.v]).transpose(0, 1)
     heads, kv_heads = (slice(x.start, x.stop) for x in (shared.share.heads, shared.share.kv_heads))
 
@@ -281,7 +281,13 @@ def member_call(
     q, k, v = (torch.cat(kind, dim=1).to(device) for kind in rows)
     kv = PagedKv(keys=keys.to(device), values=values.to(device))
     backed, out = MemberParts(parts, backend_of(q.device)), torch.full_like(q, torch.nan)
-    return Call(exchange=exchange, group=group, parts=backed, q=q, k=k, v=v, kv=kv, spec=spec, out=out)
+    sinks = random_sinks(spec).to(device) if spec.has_sinks else None
+    return Call(exchange=exchange, group=group, parts=backed, q=q, k=k, v=v, kv=kv, spec=spec, sinks=sinks, out=out)
+
+
+def random_sinks(spec: AttnSpec) -> Tensor:
+    """Draw a sink for each head, from scores without effect to scores above all others."""
+    return torch.randn(spec.num_heads, generator=torch.Generator().manual_seed(spec.num_heads)) * 3
 
 
 def random_qkv(spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
@@ -294,7 +300,10 @@ def random_qkv(spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dty
 def reference(
     q: Tensor, q_positions: Sequence[int], k: Tensor, v: Tensor, k_positions: Sequence[int], spec: AttnSpec
 ) -> Partial:
-    """Compute attention of `q [H, T, D]` over `k, v [K, S, D]`, each token at its position, in float64."""
+    """Compute attention of `q [H, T, D]` over `k, v [K, S, D]`, each token at its position, in float64.
+
+    The softmax has a column for each key, and for the sink if the layer has sinks. The log-sum-exp is over the keys.
+    """
     age = torch.tensor(list(q_positions))[:, None] - torch.tensor(list(k_positions))[None]
     visible = age >= 0
     if spec.window is not None:
@@ -309,6 +318,9 @@ def reference(
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
+    if spec.has_sinks:
+        sinks = random_sinks(spec).double()[:, None, None].expand(-1, len(q_positions), 1)
+        return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1] @ values, lse
     weights = torch.exp(scores - torch.where(visible.any(-1), lse, 0.0)[..., None])
     return weights @ values, lse
 
@@ -326,6 +338,7 @@ def random_spec(draw: random.Random) -> AttnSpec:
         window=window,
         chunk=chunk,
         softcap=draw.choice((None, None, draw.uniform(2, 50))),
+        has_sinks=draw.random() < 0.5,
     )
 
 

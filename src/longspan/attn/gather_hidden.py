@@ -74,10 +74,21 @@ class GatherHidden:
 
     observe: Callable[[Sequence[GatheredPart], AttnSpec], object] | None = None
 
-    def __init__(self, group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec, *, num_pieces: int = 1) -> None:
+    def __init__(
+        self,
+        group: Group,
+        parts: MemberParts,
+        kv: PagedKv,
+        spec: AttnSpec,
+        *,
+        sinks: Tensor | None = None,
+        num_pieces: int = 1,
+    ) -> None:
+        assert spec.has_sinks == (sinks is not None), "the sinks of a layer are needed, and no others"
         self._group, self._parts, self._kv, self._spec = group, parts, kv, spec
         self._shares = split_heads(spec.num_heads, spec.num_kv_heads, group.size)
         self.share = self._shares[group.rank]
+        self._sinks = None if sinks is None else sinks[self.share.heads.start : self.share.heads.stop]
         self._pieces = micro_partitions(parts, num_pieces)
         self._lengths = [
             [[num_tokens(q_runs[member]) for q_runs in piece] for member in range(group.size)] for piece in self._pieces
@@ -181,7 +192,8 @@ class GatherHidden:
             keys = self._keys[index]
             keys.add(q_runs, new_k, new_v)
             run, length = (keys.run,), len(keys.run)
-            gathered.append(GatheredPart(q_runs, part_q, [run], [keys.k[:, :length]], [keys.v[:, :length]], part_out))
+            part_k, part_v = [keys.k[:, :length]], [keys.v[:, :length]]
+            gathered.append(GatheredPart(q_runs, part_q, [run], part_k, part_v, part_out, self._sinks))
         if gathered:
             spec = self._spec.of_heads(self.share)
             self._attend_gathered(gathered, spec)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from longspan.attn.backends import with_sinks
 from longspan.attn.member import PartRuns, attend_runs, split_runs
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, SpanShards, num_tokens, stretch
@@ -26,6 +27,7 @@ class GatheredPart(NamedTuple):
         kv_runs: the positions of each tensor of keys. Together they leave no gap.
         k, v: keys and values, one tensor per entry of `kv_runs`.
         out: the results, one tensor per member.
+        sinks: `[heads]` float32, see `with_sinks`. None if the layer has none.
     """
 
     q_runs: SpanShards
@@ -34,36 +36,40 @@ class GatheredPart(NamedTuple):
     k: Sequence[Tensor]
     v: Sequence[Tensor]
     out: Sequence[Tensor]
+    sinks: Tensor | None = None
 
 
-def attend_gathered(backend: AttentionBackend, part: GatheredPart, spec: AttnSpec, *, dense: bool = False) -> None:
+def attend_gathered(backend: AttentionBackend, part: GatheredPart, spec: AttnSpec) -> None:
     """Attend all queries to all keys, joined in order of position, and write `part.out`."""
     asking = [member for member, runs in enumerate(part.q_runs) if runs]
     if not asking:
         return
     k, v = by_position(part.kv_runs, part.k), by_position(part.kv_runs, part.v)
-    keys = (stretch(run for runs in part.kv_runs for run in runs),)
     if len(asking) == 1:
         q, runs = part.q[asking[0]], part.q_runs[asking[0]]
-        part.out[asking[0]].copy_(attend_runs(backend, q, runs, k, v, keys, spec, dense=dense)[0])
-        return
-    runs = (stretch(run for member_runs in part.q_runs for run in member_runs),)
-    out, _ = attend_runs(backend, by_position(part.q_runs, part.q), runs, k, v, keys, spec, dense=dense)
-    split_by_position(out, part.q_runs, part.out)
+    else:
+        q, runs = by_position(part.q_runs, part.q), (_stretch(part.q_runs),)
+    out, lse = attend_runs(backend, q, runs, k, v, (_stretch(part.kv_runs),), spec)
+    if part.sinks is not None:
+        out = with_sinks(out, lse, part.sinks)
+    if len(asking) == 1:
+        part.out[asking[0]].copy_(out)
+    else:
+        split_by_position(out, part.q_runs, part.out)
 
 
 def attend_joined(call: Call, all_runs: Sequence[PartRuns], messages: Sequence[Message]) -> None:
-    """Attend this member's queries to the keys of all messages, joined in order of position, and write `call.out`.
+    """Attend this member's queries to the keys of all messages, joined in order of position, and merge the results.
 
     Args:
         all_runs: for each message the runs of each part. Together they leave no gap.
     """
-    rank = call.group.rank
     for index, part in enumerate(call.parts):
-        k, v = ([message.tensors[2 * index + kind] for message in messages] for kind in (0, 1))
-        q_runs, runs = part.q_runs[rank : rank + 1], [part_runs[index] for part_runs in all_runs]
-        gathered = GatheredPart(q_runs, [call.q[:, part.rows]], runs, k, v, [call.out[:, part.rows]])
-        attend_gathered(call.parts.backend, gathered, call.spec, dense=call.exchange.dense)
+        if q_runs := part.q_runs[call.group.rank]:
+            runs = [part_runs[index] for part_runs in all_runs]
+            k, v = (by_position(runs, [message.tensors[2 * index + kind] for message in messages]) for kind in (0, 1))
+            q, keys, dense = call.q[:, part.rows], (_stretch(runs),), call.exchange.dense
+            call.merge((index,), attend_runs(call.parts.backend, q, q_runs, k, v, keys, call.spec, dense=dense))
 
 
 def by_position(all_runs: Sequence[Sequence[Run]], tensors: Sequence[Tensor]) -> Tensor:
@@ -88,5 +94,9 @@ def split_by_position(joined: Tensor, all_runs: Sequence[Sequence[Run]], out: Se
 
 def row_slices(shards: Sequence[Sequence[Run]]) -> list[list[slice]]:
     """Return the slice of each run among the tokens of all members. Together they leave no gap."""
-    first = stretch(run for runs in shards for run in runs).start
+    first = _stretch(shards).start
     return [[slice(run.start - first, run.stop - first, run.step) for run in runs] for runs in shards]
+
+
+def _stretch(shards: Sequence[Sequence[Run]]) -> Run:
+    return stretch(run for runs in shards for run in runs)

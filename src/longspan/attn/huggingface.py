@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from longspan.attn.library import Members, checked_runs, ring_kv
-from longspan.attn.spec import as_output
+from longspan.attn.spec import as_output, padded
 from longspan.attn.spec_reader import read_spec, reads_cached_length, rope_dicts
 from longspan.core.runs import SpanShards, num_tokens, positions
 
@@ -80,11 +80,12 @@ def _attention(
     *,
     split: Split | None = None,
     position_ids: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **arguments: object,
 ) -> tuple[Tensor, None]:
     if split is None:
         raise ValueError(f"{type(module).__name__} got no split: call the model with split=longspan.attn.Split(...)")
-    spec = read_spec(module, query, key, value, attention_mask, **arguments)  # type: ignore[arg-type]  # checked there
+    spec = read_spec(module, query, key, value, attention_mask, s_aux=s_aux, **arguments)  # type: ignore[arg-type]  # checked there
     if reads_cached_length(module):
         raise ValueError(
             f"{type(module).__name__} counts positions by its cache, and members have none: serve the model by longspan"
@@ -97,7 +98,9 @@ def _attention(
         _check_rope(module, split.runs)
         _check_positions(position_ids, split.positions)
     options = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "chunk": spec.chunk}
-    return as_output(split.exchange(split.group, query[0], key[0], value[0], split.runs, **options))
+    values = padded(value[0], spec.head_dim)
+    out = split.exchange(split.group, query[0], key[0], values, split.runs, sinks=s_aux, **options)
+    return as_output(out[..., : value.shape[-1]])
 
 
 def _check_rope(module: nn.Module, runs: Sequence[SpanShards]) -> None:

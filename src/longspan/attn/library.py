@@ -131,6 +131,7 @@ class Options(TypedDict, total=False):
     window: int | None
     softcap: float | None
     chunk: int | None
+    sinks: Tensor | None
 
 
 def ring_kv(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, **options: Unpack[Options]) -> Tensor:
@@ -149,6 +150,7 @@ def ring_kv(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, **optio
         window: a key is visible iff `0 <= query_position - key_position < window`. None: no limit.
         softcap: c turns a scaled score s into `c * tanh(s / c)`. None: no cap.
         chunk: a key is visible iff it is not after the query and `position // chunk` of both is equal. None: no limit.
+        sinks: `[heads]`, learned scores without keys, one more in the softmax of each query head. None: no sinks.
 
     Returns:
         The attention of `q`, with its shape.
@@ -210,10 +212,11 @@ def _exchange(
     window: int | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     q, k, v = tensors
     group.check(q)
-    spec = _spec(q, k, v, scale=scale, window=window, softcap=softcap, chunk=chunk)
+    spec = _spec(q, k, v, scale=scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     sharded = checked_runs(runs, runs if kv_runs is None else kv_runs, group.size)
     own = [(num_tokens(queries[group.rank]), num_tokens(keys[group.rank])) for queries, keys in sharded]
     counts = [num_keys for _, num_keys in own]
@@ -238,6 +241,7 @@ def _exchange(
         v=new_v,
         kv=PagedKv(keys=_blocks(k, counts), values=_blocks(v, counts)),
         spec=spec,
+        sinks=None if sinks is None else sinks.float(),
         out=torch.empty_like(q),
     )
     attention_exchange(exchange).attend(call)
@@ -275,6 +279,7 @@ def _spec(
     window: int | None,
     softcap: float | None,
     chunk: int | None,
+    sinks: Tensor | None,
 ) -> AttnSpec:
     """Return the spec of the attention. Raises ValueError for invalid arguments, and if gradients are required."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -288,6 +293,9 @@ def _spec(
     if len(kinds) > 1 or q.dtype not in _DTYPES or q.device.type not in _DEVICES:
         types = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
         raise ValueError(f"q, k and v are {types}: they must all be float32, bfloat16 or float16, on one CPU or GPU")
+    if sinks is not None and (sinks.shape != q.shape[:1] or sinks.device != q.device):
+        given = f"{tuple(sinks.shape)} on {sinks.device}"
+        raise ValueError(f"sinks {given}: give one for each of the {len(q)} query heads, on {q.device}, or None")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
         raise ValueError("exchanges have no gradients: call them under torch.no_grad()")
     if window is not None and chunk is not None:
@@ -307,6 +315,7 @@ def _spec(
         window=window,
         softcap=softcap,
         chunk=chunk,
+        has_sinks=sinks is not None,
     )
 
 

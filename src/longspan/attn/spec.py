@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from torch.nn import functional
 
 from longspan.core.runs import Visibility
 
@@ -21,6 +22,8 @@ class AttnSpec:
     `scale` multiplies the scores. `softcap` c turns a scaled score s into `c * tanh(s / c)`. `window` is the sliding
     window W of Hugging Face: a key is visible iff `0 <= query_position - key_position < W` (None: no limit). `chunk` is
     the chunk size C of Llama 4: a key before the query is visible iff `position // C` of both is equal.
+    With `has_sinks` the softmax of each query head has one more score, a learned sink without a key and a value.
+    Values narrower than keys are padded to `head_dim`, see `padded`.
     """
 
     num_heads: int
@@ -30,6 +33,7 @@ class AttnSpec:
     window: int | None
     softcap: float | None
     chunk: int | None = None
+    has_sinks: bool = False
 
     @cached_property
     def visibility(self) -> Visibility:
@@ -37,6 +41,14 @@ class AttnSpec:
 
     def of_heads(self, share: HeadShare) -> AttnSpec:
         return replace(self, num_heads=len(share.heads), num_kv_heads=len(share.kv_heads))
+
+
+def padded(values: Tensor, head_dim: int) -> Tensor:
+    """Return values `[..., dim]` with zeros appended up to the head size of the keys.
+
+    Pools and exchanges have one head size for keys and values. Outputs are cut to the size of the values again.
+    """
+    return values if values.shape[-1] == head_dim else functional.pad(values, (0, head_dim - values.shape[-1]))
 
 
 def as_output(out: Tensor) -> tuple[Tensor, None]:

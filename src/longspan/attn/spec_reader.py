@@ -45,6 +45,7 @@ def read_spec(
     softcap: float | None = None,
     is_causal: bool | None = None,
     dropout: float | None = None,
+    s_aux: Tensor | None = None,
     **extra: object,
 ) -> AttnSpec:
     """Read the parameters of a layer from its attention arguments. Tensors are `[batch, heads, tokens, head_dim]`.
@@ -65,7 +66,9 @@ def read_spec(
         "builds its own attention mask": attention_mask is not None,
         "has bidirectional attention": is_causal is False or getattr(module, "is_causal", True) is False,
         f"is mixed with layers of type {odd_types}": bool(odd_types),
-        "has keys and values of different head sizes": not query.shape[-1] == key.shape[-1] == value.shape[-1],
+        "has queries and keys of different head sizes": query.shape[-1] != key.shape[-1],
+        "has values wider than its keys": value.shape[-1] > key.shape[-1],
+        "has learned sinks in a form unknown to longspan": not _has_known_sinks(module, s_aux, query.shape[1]),
         f"drops out some of its weights ({dropout}): call eval() on the model": bool(dropout),
     }
     for problem in (text for text, holds in problems.items() if holds):
@@ -78,6 +81,7 @@ def read_spec(
         window=sliding_window,
         softcap=softcap,
         chunk=chunk if chunk and layer_types and layer_types[module.layer_idx] == CHUNKED else None,
+        has_sinks=s_aux is not None,
     )
 
 
@@ -96,6 +100,12 @@ def reads_cached_length(module: nn.Module) -> bool:
     """Return True if the code of a module's class reads the length of its cache."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "get_seq_length" in code.co_names
+
+
+def _has_known_sinks(module: nn.Module, s_aux: Tensor | None, num_heads: int) -> bool:
+    """Return True if a layer passes one sink per query head, its parameter `sinks`, or has no sinks."""
+    own: object = getattr(module, "sinks", None)
+    return not isinstance(own, Tensor) if s_aux is None else own is s_aux and s_aux.shape == (num_heads,)
 
 
 def rope_dicts(config: object) -> Iterator[Mapping[str, Any]]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from longspan.attn.spec import AttnSpec, as_output
+from longspan.attn.spec import AttnSpec, as_output, padded
 from longspan.model.cached_lengths import give_cached_lengths
 from longspan.model.files import ModelFiles
 from longspan.model.shard import Shard
@@ -65,6 +65,7 @@ class Model:
 
     Attributes:
         specs: the attention of each layer with this share of the heads; of all layers, with the layers of other stages.
+        sinks: `[heads]` float32 of each own layer with sinks, by number, with this share of the heads.
         first_kv_heads: for each layer, the number of this share's first KV head in the whole model.
         stage: the pipeline stage; None for all layers.
         layers: the modules of the layers, by number.
@@ -96,12 +97,12 @@ class Model:
         self._current = CurrentStep()
         self._stored = StoredTensors(files, device) if stored is None else stored
         self.info = self._stored.info
-        transposed = frozenset[str]()
+        forms = {}
         if tp > 1:
-            from longspan.model.sharding import transposed_experts  # noqa: PLC0415 - only with tensor parallelism
+            from longspan.model.sharding import expert_forms  # noqa: PLC0415 - only with tensor parallelism
 
-            transposed = transposed_experts(self.module)
-        self.shard = Shard.of(self.info, index=tp_index, size=tp, transposed=transposed)
+            forms = expert_forms(self.module)
+        self.shard = Shard.of(self.info, index=tp_index, size=tp, **forms)
         self.specs = self.shard.local_specs
         self.first_kv_heads = tuple(self.shard.share(spec).kv_heads.start for spec in self.info.specs)
         is_whole = layers is None or len(layers) == self.info.num_layers
@@ -121,6 +122,7 @@ class Model:
             levels = levels_of(self._stored.levels, self.shard)
         self.copied_bytes = _fill(self.module, self._stored, device, self.shard, levels)
         self._stored.check()  # copies on a device are of the right weights, too
+        self.sinks = {number: _sinks(layer) for number, layer in self.layers.items() if self.specs[number].has_sinks}
         if self.info.rope_switch_length is not None:
             from longspan.model.longrope import pin_longrope  # noqa: PLC0415 - few models have it
 
@@ -241,6 +243,7 @@ class Model:
             recording,
             self.module.device,
             dtype=self.module.dtype,
+            sinks=self.sinks,
             width=0 if self.stage is None else self.stage.width,
             is_shared=self.shard.size > 1,
         )
@@ -281,10 +284,17 @@ def _serve(
         handed: HandedKv = key.handed  # type: ignore[attr-defined]  # of a class that hands no arguments
         return as_output(handed.attend(query[0]))
     layer: int = module.layer_idx  # type: ignore[assignment]  # the probe has checked that it is an int
-    return as_output(attend(layer, query[0], key[0], value[0]))
+    out = attend(layer, query[0], key[0], padded(value[0], key.shape[-1]))
+    return as_output(out[..., : value.shape[-1]])
 
 
 AttentionInterface.register(SERVE, _serve)
+
+
+def _sinks(layer: nn.Module) -> Tensor:
+    """Return the sinks of a layer's attention. The probe has checked that they are its parameter `sinks`."""
+    [sinks] = [sinks for part in layer.modules() if isinstance(sinks := getattr(part, "sinks", None), Tensor)]
+    return sinks.detach().float()
 
 
 def _fill(

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import NOWHERE
+from longspan.attn.backends import NOWHERE, with_sinks
 from longspan.attn.paged import Numbers, PagedKv, PagedPlan
 from longspan.attn.paged_splits import NumberBuffer, PagedSplits, max_splits
 from longspan.attn.spec import AttnSpec
@@ -77,6 +77,7 @@ class GraphStep:
         forward: computes the rows of all tokens, layer by layer.
         specs: the attention of each layer by number. The backend can record it. Layers with the same visibility
             read the same KV.
+        sinks: `[heads]` float32 of each layer with sinks, by number.
         width: the elements of the hidden states from the stage before. 0 for the first stage.
         is_shared: the results are summed over the ranks of tensor parallelism.
     """
@@ -89,11 +90,12 @@ class GraphStep:
         device: torch.device,
         *,
         dtype: torch.dtype,
+        sinks: Mapping[int, Tensor] | None = None,
         width: int = 0,
         is_shared: bool = False,
     ) -> None:
         self._forward, self._specs, self._recording, self._device = forward, specs, recording, device
-        self._dtype, self._width, self._is_shared = dtype, width, is_shared
+        self._dtype, self._sinks, self._width, self._is_shared = dtype, sinks or {}, width, is_shared
         self._places = {layer: place for place, layer in enumerate(specs)}
         self._first_layers = {spec.visibility: self._places[layer] for layer, spec in reversed([*specs.items()])}
         self._kv: Sequence[PagedKv] = ()
@@ -298,7 +300,7 @@ class GraphStep:
         plans = [_StaticPlan(PagedSplits(*splits[start : start + size])) for start in range(0, len(splits), size)]
         by_visibility = dict(zip(self._first_layers, plans, strict=True))
         kv = {layer: self._kv[place] for layer, place in self._places.items()}
-        return _GraphAttend(self._recording.backend, kv, self._specs, by_visibility, blocks, offsets)
+        return _GraphAttend(self._recording.backend, kv, self._specs, self._sinks, by_visibility, blocks, offsets)
 
     def _attend_between(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.empty_like(q)
@@ -367,6 +369,7 @@ class _GraphAttend:
     backend: AttentionBackend
     kv: Mapping[int, PagedKv]
     specs: Mapping[int, AttnSpec]
+    sinks: Mapping[int, Tensor]
     plans: Mapping[Visibility, PagedPlan]
     blocks: Tensor
     offsets: Tensor
@@ -380,7 +383,8 @@ class _GraphAttend:
 
     def attend_stored(self, layer: int, q: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
         spec = self.specs[layer]
-        return self.backend.attend_paged(q, self.kv[layer], self.plans[spec.visibility], spec)[0]
+        out, lse = self.backend.attend_paged(q, self.kv[layer], self.plans[spec.visibility], spec)
+        return with_sinks(out, lse, self.sinks[layer]).to(q.dtype) if spec.has_sinks else out
 
 
 def _padded_rows(number: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,10 +11,11 @@ from longspan.model.step import CurrentStep
 
 
 def pin_longrope(model: nn.Module, switch_length: int, current: CurrentStep) -> None:
-    """Replace the model's one longrope module in place."""
+    """Replace the model's longrope modules in place. Some models have one for each base of their layers."""
     names = [name for name, module in model.named_modules() if getattr(module, "rope_type", None) == "longrope"]
-    assert len(names) == 1, f"one rotary module expected, found {names}"
-    model.set_submodule(names[0], _PinnedLongRope(model.get_submodule(names[0]), switch_length, current))
+    assert names, "the model has longrope"
+    for name in names:
+        model.set_submodule(name, _PinnedLongRope(model.get_submodule(name), switch_length, current))
 
 
 class _PinnedLongRope(nn.Module):
@@ -25,8 +28,9 @@ class _PinnedLongRope(nn.Module):
     are transformers' own.
     """
 
-    def __init__(self, inner: nn.Module, switch_length: int, current: CurrentStep) -> None:
+    def __init__(self, inner: Any, switch_length: int, current: CurrentStep) -> None:  # noqa: ANN401 - of any class
         super().__init__()
+        self.config = inner.config  # some models look modules up by it
         self.inner, self.switch_length, self._current = inner, switch_length, current
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,10 +74,7 @@ def _class_problems(model: PreTrainedModel) -> Iterator[str]:
         yield "it has recurrent (Mamba or linear-attention) layers; longspan serves attention only"
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         yield "its class cannot compute the logits of chosen tokens (logits_to_keep)"
-    modules = list(model.modules())
-    if any(isinstance(getattr(module, "sinks", None), Tensor) for module in modules):
-        yield "its attention has learned sinks"
-    if any(getattr(module, "is_causal", None) is False for module in modules):
+    if any(getattr(module, "is_causal", None) is False for module in model.modules()):
         yield "its attention is bidirectional; longspan serves decoder-only causal language models"
     if not _supports_interface(model):
         try:
@@ -298,7 +295,8 @@ def _probe(
     if layer is None or layer in specs:
         raise _unsupported(f"{type(module).__name__} has attention layers without a number of their own")
     specs[layer] = _read_spec(module, query, key, value, attention_mask, arguments)
-    return torch.zeros_like(query).transpose(1, 2), None
+    batch, num_heads, num_tokens, _ = query.shape
+    return value.new_zeros(batch, num_tokens, num_heads, value.shape[-1]), None
 
 
 def _read_spec(

@@ -24,6 +24,7 @@ class Shard:
         specs: the attention of each layer.
         layers_path, roles: see `ModelInfo`.
         transposed: names of modules with stacked experts `[experts, inputs, outputs]`.
+        interleaved: names of modules with stacked experts whose outputs of gate and up projection alternate.
     """
 
     index: int
@@ -32,11 +33,13 @@ class Shard:
     layers_path: str = "model.layers"
     roles: tuple[LayerRoles, ...] = ()
     transposed: frozenset[str] = frozenset()
+    interleaved: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, info: ModelInfo, *, index: int = 0, size: int = 1, transposed: frozenset[str] = frozenset()) -> Shard:
+    def of(cls, info: ModelInfo, *, index: int = 0, size: int = 1, **forms: frozenset[str]) -> Shard:
+        """Return a share. `forms` are the forms of stacked experts."""
         path, roles = info.layers_path, info.roles
-        return cls(index=index, size=size, specs=info.specs, layers_path=path, roles=roles, transposed=transposed)
+        return cls(index=index, size=size, specs=info.specs, layers_path=path, roles=roles, **forms)
 
     def within(self, layer: int, *, index: int, size: int) -> Shard:
         """Return share `index` of `size` of this share, to cut one layer."""
@@ -84,7 +87,7 @@ class Shard:
         if (cut := pieces(self, name, weight.shape)) is None:
             return weight
         dim, ranges = cut
-        if weight.ndim == 1 and not any(ranges):  # a bias that another rank adds to the sum
+        if not any(ranges) and (weight.ndim == 1 or name.endswith("bias")):  # which another rank adds to the sum
             return torch.zeros_like(weight)
         slices = [weight.narrow(dim, own.start, len(own)) for own in ranges]
         return slices[0] if len(slices) == 1 else torch.cat(slices, dim)

@@ -58,11 +58,11 @@ def pieces(shard: Shard, name: str, shape: torch.Size) -> tuple[int, tuple[range
     if (role := _role(shard, layer, module if kind in ("weight", "bias") else path)) is not None:
         return _of_role(shard, role, shape, spec)
     leaf = kind if kind.endswith("_proj") else module.rpartition(".")[2]  # an expert's own parameter, or a module
-    attention = shard.roles_in(layer).attention
+    attention, owner = shard.roles_in(layer).attention, name.rpartition(".")[0]
     if path.startswith(f"{attention}.") if attention else _ATTENTION.search(path) is not None:
-        cut = _of_attention(shard, leaf, shape, spec)
-    elif name.rpartition(".")[0] in shard.transposed:
-        cut = _of_transposed(shard, leaf, shape)
+        cut = (0, (shard.share(spec).heads,)) if kind == "sinks" else _of_attention(shard, leaf, shape, spec)
+    elif owner in shard.transposed:
+        cut = _of_transposed(shard, kind, shape, is_interleaved=owner in shard.interleaved)
     else:
         cut = _of_feed_forward(shard, leaf, shape)
     if cut is None and shape.numel() > max(shape, default=1) and not _WHOLE.search(path):
@@ -95,7 +95,8 @@ def _of_attention(shard: Shard, leaf: str, shape: torch.Size, spec: AttnSpec) ->
     """Cut a parameter of attention by heads."""
     share, dim = shard.share(spec), spec.head_dim
     if leaf == "o_proj":
-        return _added_once(shard, shape) if len(shape) == 1 else (1, (_rows(share.heads, dim),))
+        # values, and so outputs, may be narrower than keys
+        return _added_once(shard, shape) if len(shape) == 1 else (1, (_rows(share.heads, shape[1] // spec.num_heads),))
     if leaf == "qkv_proj":
         q, kv = spec.num_heads * dim, spec.num_kv_heads * dim
         keys = _rows(share.kv_heads, dim)
@@ -103,7 +104,7 @@ def _of_attention(shard: Shard, leaf: str, shape: torch.Size, spec: AttnSpec) ->
     if not shape or ("norm" in leaf and shape.numel() == dim):
         return None
     if leaf in ("k_proj", "v_proj"):
-        return 0, (_rows(share.kv_heads, dim),)
+        return 0, (_rows(share.kv_heads, shape[0] // spec.num_kv_heads),)
     if leaf == "q_proj" and shape[0] == spec.num_heads * dim:
         return 0, (_rows(share.heads, dim),)
     sizes = (
@@ -133,20 +134,31 @@ def _of_feed_forward(shard: Shard, leaf: str, shape: torch.Size) -> tuple[int, t
     return None
 
 
-def _of_transposed(shard: Shard, leaf: str, shape: torch.Size) -> tuple[int, tuple[range, ...]] | None:
-    """Cut stacked experts `[experts, inputs, outputs]` by the inner dimension."""
-    match leaf:
-        case "gate_up_proj":  # [experts, hidden, 2 * inner], gate before up
-            gate, inner = _even(shard, shape[2] // 2), shape[2] // 2
-            return 2, (gate, range(gate.start + inner, gate.stop + inner))
+def _of_transposed(
+    shard: Shard, kind: str, shape: torch.Size, *, is_interleaved: bool
+) -> tuple[int, tuple[range, ...]] | None:
+    """Cut a parameter of stacked experts `[experts, inputs, outputs]` by the inner dimension."""
+    match kind:
+        case "gate_up_proj" | "gate_up_proj_bias":  # [experts, hidden, 2 * inner], or [experts, 2 * inner]
+            inner = shape[-1] // 2
+            gate = _even(shard, inner)
+            if is_interleaved:
+                return len(shape) - 1, (range(2 * gate.start, 2 * gate.stop),)
+            return len(shape) - 1, (gate, range(gate.start + inner, gate.stop + inner))
         case "down_proj":  # [experts, inner, hidden]
             return 1, (_even(shard, shape[1]),)
+        case "down_proj_bias":
+            return _added_once(shard, shape)
     return None
 
 
-def transposed_experts(module: nn.Module) -> frozenset[str]:
-    """Return the names of the modules with stacked experts `[experts, inputs, outputs]`."""
-    return frozenset(name for name, part in module.named_modules() if _is_transposed(part))
+def expert_forms(module: nn.Module) -> dict[str, frozenset[str]]:
+    """Return `Shard.transposed` and `Shard.interleaved` of a model. transformers states whether outputs alternate."""
+    parts = [*module.named_modules()]
+    return {
+        "transposed": frozenset(name for name, part in parts if _is_transposed(part)),
+        "interleaved": frozenset(name for name, part in parts if not vars(part).get("is_concatenated", True)),
+    }
 
 
 def _is_transposed(part: Any) -> bool:  # noqa: ANN401 - a module, whatever its class

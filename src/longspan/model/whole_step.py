@@ -60,7 +60,7 @@ class WholeStep:
             raise ValueError(f"its embeddings {shape} of {dtype} do not fit layers of width {width} in bfloat16")
         self._layers, self._head, self._rotary = layers, head, rotary
         specs = [layer.spec for layer in layers]
-        if any(not NativeCpu.knows(spec) for spec in specs):
+        if any(spec.has_sinks or not NativeCpu.knows(spec) for spec in specs):
             raise ValueError("the kernel does not compute its attention")
         problems = [product.problem for layer in layers for product in layer.products] + [head.problem]
         self._linears = (LinearArgs * len(problems))(*problems)  # copies: other steps use the layers' own

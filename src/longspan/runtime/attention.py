@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,13 +48,14 @@ class StepAttention:
         pool: KvPool,
         specs: Sequence[AttnSpec],
         first_kv_heads: Sequence[int] = (),
+        sinks: Mapping[int, Tensor] | None = None,
         watch: Stopwatch,
         layerwise: Layerwise | None = None,
         moves: StepMoves | None = None,
         host: HostPool | None = None,
     ) -> None:
         self._packed, self._comm, self._pool, self._specs, self._watch = packed, comm, pool, specs, watch
-        self._first_kv_heads = first_kv_heads
+        self._first_kv_heads, self._sinks = first_kv_heads, sinks or {}
         self._moves, self._host = moves, host
         self._stores_late = any(channel.exchange.stores_after for channel in packed.channels)
         self.num_alone = packed.num_alone
@@ -114,6 +115,7 @@ class StepAttention:
                     first_kv_head=self._first_kv_heads[layer] if self._first_kv_heads else 0,
                     started=self._started[channel.number].popleft() if exchange.start else None,
                     host=host,
+                    sinks=self._sinks.get(layer),
                 )
                 for (keys, values), slots in zip(exchange.attend(call) or (), channel.slots, strict=True):
                     slots.write(self._pool, layer, keys, values)

@@ -2,7 +2,7 @@
 
 After the exchange of a layer, the queries are sent to all members of the group. Each member computes their scores with
 its own keys. Members then exchange the log-sum-exps of these scores, so that each weight is a softmax over all keys on
-devices and on hosts. The controller sums the weights of the ranks.
+devices and on hosts, and over the sink of its head. The controller sums the weights of the ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from longspan.attn.backends import lse_with_sinks
 from longspan.attn.comm import Group, Message
 from longspan.attn.exchanges import Call
 from longspan.attn.gathered import GatheredPart, by_position
@@ -59,7 +60,7 @@ class PromptAttention:
         if call.host is not None:
             k, where = self._with_hosted(call, index, k, where)
         hidden = hidden_keys(at, where, spec.visibility)
-        lse = _total(call.group, _lse(q, k, hidden, spec))
+        lse = lse_with_sinks(_total(call.group, _lse(q, k, hidden, spec)), call.sinks)
         self._sums[request_id].index_add_(0, where, _weights(q, k, hidden, lse, spec))
 
     def _with_hosted(self, call: Call, index: int, k: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +81,8 @@ class PromptAttention:
             k, runs = by_position(part.kv_runs, part.k), coalesce(chain.from_iterable(part.kv_runs))
             where = self._positions(runs)
             hidden = hidden_keys(at, where, spec.visibility)
-            weights = _weights(q, k, hidden, _lse(q, k, hidden, spec), spec)
+            lse = lse_with_sinks(_lse(q, k, hidden, spec), part.sinks)
+            weights = _weights(q, k, hidden, lse, spec)
             self._sums[request_id].index_add_(0, where, weights)
 
     def _rated(self, q_runs: SpanShards, request_id: int) -> tuple[list[Tensor], Tensor]:

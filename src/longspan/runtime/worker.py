@@ -242,6 +242,7 @@ class Worker:
             pool=self._pool,
             specs=self._model.specs,
             first_kv_heads=self._model.first_kv_heads,
+            sinks=self._model.sinks,
             watch=self._watch,
             layerwise=None if packed.num_alone is None else self._hooked(),
             moves=moves,

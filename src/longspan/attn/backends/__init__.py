@@ -78,6 +78,27 @@ def merge(outs: Tensor, lses: Tensor) -> Partial:
     return (outs * weights[..., None]).sum(dim=0), lse
 
 
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Add a sink to the softmax of each head, after the last merge.
+
+    A sink is a score without a value. So it scales the output by `exp(lse) / (exp(lse) + exp(sink))`.
+
+    Args:
+        out: `[H, T, D]`, any float type.
+        lse: `[H, T]` float32.
+        sinks: `[H]` float32.
+
+    Returns:
+        `[H, T, D]` float32. A query that saw no key gets 0.
+    """
+    return out * torch.sigmoid(lse - sinks[:, None])[..., None]
+
+
+def lse_with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the log-sum-exps `[H, T]` of the scores and the sink of each head, if there are sinks."""
+    return lse if sinks is None else torch.logaddexp(lse, sinks[:, None])
+
+
 def merge_each(partials: Sequence[Partial]) -> Partial:
     """Merge large results in separate tensors, one after the other, in float32."""
     out, lse = partials[0]

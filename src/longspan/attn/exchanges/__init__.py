@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import Partial, merge_each, nothing_seen
+from longspan.attn.backends import Partial, merge_each, nothing_seen, with_sinks
 from longspan.attn.comm import Group, Message, Pending
 from longspan.attn.member import (
     MemberParts,
@@ -67,6 +67,8 @@ class Call:
         layers: the layers that this member computes, in order.
         first_kv_head: the index, in the whole layer, of the first KV head of this member's rank.
         host: keys and values in the host pools of the members. None if there are none.
+        sinks: `[heads]` float32 if the layer has sinks, see `with_sinks`. `finish` adds them to merged results. An
+            exchange that writes `out` itself adds them, once.
     """
 
     exchange: Exchange
@@ -84,7 +86,11 @@ class Call:
     layers: Sequence[int] = range(1)
     first_kv_head: int = 0
     host: HostSource | None = None
+    sinks: Tensor | None = None
     _partials: dict[tuple[int, ...], Partial] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        assert self.spec.has_sinks == (self.sinks is not None), "the sinks of a layer are needed, and no others"
 
     # ---------------------------------------------------------------- keys and values that are sent
 
@@ -227,7 +233,14 @@ class Call:
         """Write the merged results to `out`. It is called when an exchange returns."""
         if len(self._partials) > 1:
             self._merge_overlapping()
-        for indices, (out, _) in self._partials.items():
+        if self.sinks is not None and not self._partials and self.q.shape[1] and self.exchange.kind not in BUILT_IN:
+            from longspan.errors import PluginError  # noqa: PLC0415 - plug-ins alone
+
+            problem = "writes results without the model's attention sinks: pass partial results to Call.merge"
+            raise PluginError(f"exchange {self.exchange.kind} {problem}")
+        for indices, (out, lse) in self._partials.items():
+            if self.sinks is not None:
+                out = with_sinks(out, lse, self.sinks)  # noqa: PLW2901 - the written result
             self.out[:, self.parts.rows(indices, self.q.device)] = out.to(self.out.dtype)  # an index tensor needs it
         self._partials.clear()
 

@@ -36,7 +36,8 @@ def alltoall(call: Call) -> None:
                 for kind, chosen in enumerate((heads, kv_heads, kv_heads))
             )
             out = [results[member].tensors[index][heads] for member in members]
-            gathered = GatheredPart(part.q_runs, q, [runs[index] for runs in kv_runs], k, v, out)
+            sinks = None if call.sinks is None else call.sinks[piece.heads.start : piece.heads.stop]
+            gathered = GatheredPart(part.q_runs, q, [runs[index] for runs in kv_runs], k, v, out, sinks)
             attend_gathered(parts.backend, gathered, spec.of_heads(piece))
     returned = {peer: _empty_results(call, rank, shares[peer]) for peer in peers}
     group.start(sends={peer: results[peer] for peer in peers}, receives=returned, hop=1).wait()

@@ -34,13 +34,14 @@ class SparseGatherHidden(GatherHidden):
         kv: PagedKv,
         spec: AttnSpec,
         *,
+        sinks: Tensor | None,
         exchange: Exchange,
         layer: int,
         num_layers: int,
         layers: Sequence[int],
         first_kv_head: int,
     ) -> None:
-        super().__init__(group, parts, kv, spec, num_pieces=pieces_of(exchange))
+        super().__init__(group, parts, kv, spec, sinks=sinks, num_pieces=pieces_of(exchange))
         assert exchange.sparse is not None, "a sparse form has a setting"
         self._setting = exchange.sparse._replace(micro_partitions=())  # attention sends nothing
         exchange = exchange._replace(sparse=self._setting)
@@ -95,7 +96,7 @@ class SparseGatherHidden(GatherHidden):
         alone = MemberParts(parts, self._parts.backend)
         alone.memory = self._parts.memory
         kv = PagedKv(keys=q[None], values=q[None])  # not read
-        return self._call(parts=alone, q=q, k=q, v=q, kv=kv, spec=spec, out=torch.empty_like(q))
+        return self._call(parts=alone, q=q, k=q, v=q, kv=kv, spec=spec, sinks=self._sinks, out=torch.empty_like(q))
 
 
 def _stored(gathered: Sequence[GatheredPart]) -> list[tuple[Tensor, Tensor]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import Partial, nothing_seen
+from longspan.attn.backends import Partial, lse_with_sinks, nothing_seen, with_sinks
 from longspan.attn.exchanges import Call
 from longspan.attn.member import MemberPart, attend_runs
 from longspan.attn.paged import KeysAndValues
@@ -352,13 +352,16 @@ class SparsePart:
         record_kept(self.part.kept, self.plan, self._setting, self._call.layer, self._rank, self._heads, order)
 
     def finish(self) -> Tensor:
-        """Merge all levels into the output. Return the log-sum-exp `[heads, queries]`."""
+        """Merge all levels and the sinks into the output. Return the log-sum-exp `[heads, queries]`."""
         call, rows, lses = self._call, self.part.rows, []
         for query in self.plan.queries[self._rank]:
             start = rows.start + query.offset
             partials = [self._near[query], *self._far.get(query, {}).values()]
             out = call.out[:, start : start + query.size]
-            lses.append(call.parts.backend.merge_into(out, partials, self._query_order(query)))
+            lse = call.parts.backend.merge_into(out, partials, self._query_order(query))
+            if call.sinks is not None:
+                out.copy_(with_sinks(out, lse, call.sinks))
+            lses.append(lse_with_sinks(lse, call.sinks))
         return torch.cat(lses, dim=1) if lses else call.q.new_empty(call.spec.num_heads, 0, dtype=torch.float32)
 
 

@@ -53,8 +53,9 @@ class HiddenLayers:
 
     def _gather_hidden(self, layer: int, channel: Channel) -> GatherHidden:
         context, num_pieces = self._context, pieces_of(channel.exchange)
-        group, kv = context.comm.channel(layer, channel), context.pool.layer(layer)
-        return GatherHidden(group, channel.parts, kv, context.model.specs[layer], num_pieces=num_pieces)
+        group, kv, model = context.comm.channel(layer, channel), context.pool.layer(layer), context.model
+        sinks = model.sinks.get(layer)
+        return GatherHidden(group, channel.parts, kv, model.specs[layer], sinks=sinks, num_pieces=num_pieces)
 
 
 class SparseHiddenLayers(HiddenLayers):
@@ -67,6 +68,7 @@ class SparseHiddenLayers(HiddenLayers):
         group, kv, model = context.comm.channel(layer, channel), context.pool.layer(layer), context.model
         return SparseGatherHidden(
             *(group, channel.parts, kv, model.specs[layer]),
+            sinks=model.sinks.get(layer),
             exchange=channel.exchange,
             layer=layer,
             num_layers=model.info.num_layers,

@@ -73,6 +73,7 @@ class UnshardedLayers:
                     v=v,
                     kv=pool.layer(layer),
                     spec=model.specs[layer],
+                    sinks=model.sinks.get(layer),
                     out=torch.empty_like(q),
                 )
                 alltoall(call)
