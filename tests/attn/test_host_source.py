@@ -171,13 +171,13 @@ def test_copies_are_hidden_by_attention_over_all_parts_and_layers(
     ]
     hosts = [HostSource(parts=MemberParts(parts, TorchCpu()), member=0, kv=kv, pieces=pieces) for kv in layers]
     q = torch.randn(4, 4 * num_parts, 8)
-    hosts[0].prefetch(None)
+    hosts[0].prefetch(spec.visibility)
     waits = []
     for layer, source in enumerate(hosts):
         batch = QueryBatch(0, tuple(range(num_parts)), q)
         source.merge(backend, [batch], [None], [nothing_seen(q)], spec)
         if layer + 1 < num_layers:
-            hosts[layer + 1].prefetch(None)
+            hosts[layer + 1].prefetch(spec.visibility)
             waits.append(cuda.copying.clock_s - 2 < cuda.computation.clock_s)
     assert all(waits), "the copies of the next layer begin before the attention of this layer is over"
     assert cuda.num_copies == 2 * 6 * num_layers, "each key crosses the bus once per layer, a piece by one copy"

@@ -75,14 +75,14 @@ def test_steps_of_any_length(engines: Engines, folder: Path, oracle4: Oracle, pa
     assert_turns_exact(engines(folder, parallel=parallel, max_num_batched_tokens=max_tokens), oracle4)
 
 
-@pytest.mark.parametrize(("parallel", "host"), [("1", 0.02), ("2", None), ("tp2", None), ("pp2", 0.02)])
+@pytest.mark.parametrize(("parallel", "host"), [("1", 0.0), ("2", 0.02), ("tp2", 0.0), ("pp2", 0.02)])
 def test_preempted_requests_resume(
     engines: Engines,
     folder: Path,
     oracle4: Oracle,
     monkeypatch: pytest.MonkeyPatch,
     parallel: str,
-    host: float | None,
+    host: float,
 ) -> None:
     """Answers cross borders of chunks. KV is computed again, or copied back from hosts."""
     monkeypatch.setattr("longspan.resolve.swap_price", lambda *_: None)
