@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from longspan.attn.library import Members, checked_runs, ring_kv
-from longspan.attn.spec import as_output, padded
-from longspan.attn.spec_reader import read_spec, reads_cached_length, rope_dicts
+from longspan.attn.spec import as_output, padded, reads_cached_length
+from longspan.attn.spec_reader import read_spec, rope_dicts
 from longspan.core.runs import SpanShards, num_tokens, positions
 
 _NAME = "longspan_split"

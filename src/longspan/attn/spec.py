@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from longspan.core.runs import Visibility
@@ -49,6 +50,12 @@ def padded(values: Tensor, head_dim: int) -> Tensor:
     Pools and exchanges have one head size for keys and values. Outputs are cut to the size of the values again.
     """
     return values if values.shape[-1] == head_dim else functional.pad(values, (0, head_dim - values.shape[-1]))
+
+
+def reads_cached_length(module: nn.Module) -> bool:
+    """Return True if the code of a module's class reads the length of its cache."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "get_seq_length" in code.co_names
 
 
 def as_output(out: Tensor) -> tuple[Tensor, None]:

@@ -5,7 +5,6 @@ This module does not import transformers.
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -94,12 +93,6 @@ def _chunk_size(module: nn.Module) -> int | None:
     size = getattr(getattr(module, "config", None), "attention_chunk_size", None)
     has_mask = hasattr(sys.modules.get(type(module).__module__), "create_chunked_causal_mask")
     return size if has_mask and hasattr(module, "layer_idx") and isinstance(size, int) and size > 0 else None
-
-
-def reads_cached_length(module: nn.Module) -> bool:
-    """Return True if the code of a module's class reads the length of its cache."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "get_seq_length" in code.co_names
 
 
 def _has_known_sinks(module: nn.Module, s_aux: Tensor | None, num_heads: int) -> bool:

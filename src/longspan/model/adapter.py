@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from longspan.attn.spec import AttnSpec, as_output, padded
-from longspan.model.cached_lengths import give_cached_lengths
+from longspan.attn.spec import AttnSpec, as_output, padded, reads_cached_length
 from longspan.model.files import ModelFiles
 from longspan.model.shard import Shard
 from longspan.model.skeleton import (
@@ -106,7 +105,8 @@ class Model:
         self.specs = self.shard.local_specs
         self.first_kv_heads = tuple(self.shard.share(spec).kv_heads.start for spec in self.info.specs)
         is_whole = layers is None or len(layers) == self.info.num_layers
-        decoder, self._base = decoder_layers(self.module), trunk_base(self.module)
+        decoder = decoder_layers(self.module)
+        self._base: Any = trunk_base(self.module)  # of any class
         own = {layer: decoder[layer] for layer in (range(len(decoder)) if layers is None else layers)}
         # a small copy of a model lacks the weights of some layers, which return their input
         self.layers = {number: layer for number, layer in own.items() if next(layer.parameters(), None) is not None}
@@ -127,7 +127,10 @@ class Model:
             from longspan.model.longrope import pin_longrope  # noqa: PLC0415 - few models have it
 
             pin_longrope(self.module, self.info.rope_switch_length, self._current)
-        give_cached_lengths(self.layers.values())
+        if any(reads_cached_length(part) for layer in self.layers.values() for part in layer.modules()):
+            from longspan.model.cached_lengths import give_cached_lengths  # noqa: PLC0415 - few models need it
+
+            give_cached_lengths(self.layers.values())
         if tp > 1:
             from longspan.model.sharding import sum_partial_results  # noqa: PLC0415 - only with tensor parallelism
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.attn.spec_reader import reads_cached_length
+from longspan.attn.spec import reads_cached_length
 
 
 class CachedLengths:
