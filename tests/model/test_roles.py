@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,14 @@ from longspan.core.splits import split_heads
 from longspan.model.probe import PROBE, gather_info
 from longspan.model.roles import LayerRoles, Role
 from longspan.model.skeleton import build_skeleton
+from longspan.model.trace import find_roles
 
 HEADS, KV_HEADS = 6, 3
+GATHER_HIDDEN: dict[str, Any] = {
+    "instances": 2,
+    "policy": "context",
+    "policy_options": {"exchange": "gather_hidden", "threshold": "20"},
+}
 
 
 def roles_of(kind: str, **extra: Any) -> LayerRoles:
@@ -138,3 +145,28 @@ def test_an_unknown_structure_is_refused(split: str, monkeypatch: pytest.MonkeyP
     folder = write_checkpoint(AutoConfig.for_model(kind, **BASE), tmp_path / "model")
     with refused("tp"):
         ThreadLLM(str(folder), tp=2, skip_tokenizer_init=True, dtype="float32")
+
+
+@pytest.mark.parametrize(("kind", "heads"), [("gpt_neox", joined(HEADS)), ("gpt2", MIXED)])
+def test_a_wrong_role_is_refused(
+    kind: str, heads: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The trial on a small copy notices heads in another order."""
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
+
+    def wrong(*args: Any) -> tuple[LayerRoles, ...]:
+        return tuple(
+            replace(
+                own,
+                matrices={
+                    path: replace(role, heads=heads) if role.heads else role for path, role in own.matrices.items()
+                },
+            )
+            for own in find_roles(*args)
+        )
+
+    monkeypatch.setattr("longspan.model.probe.find_roles", wrong)
+    folder = write_checkpoint(AutoConfig.for_model(kind, **BASE), tmp_path / "model")
+    for split, parameter in (({"tp": 2}, "tp"), (GATHER_HIDDEN, "exchange")):
+        with refused(parameter):
+            ThreadLLM(str(folder), skip_tokenizer_init=True, dtype="float32", **split)
