@@ -314,7 +314,16 @@ VARIANTS: dict[str, dict[str, Fields]] = {
 """Further configurations of a type, as in published models, by their names in the table."""
 
 
-MULTIMODAL: tuple[str, ...] = ("aya_vision", "cohere2_vision", "glm4v", "idefics3", "internvl", "llava", "mistral3", "paligemma")
+MULTIMODAL: tuple[str, ...] = (
+    "aya_vision",
+    "cohere2_vision",
+    "glm4v",
+    "idefics3",
+    "internvl",
+    "llava",
+    "mistral3",
+    "paligemma",
+)
 MULTIMODAL += ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral")
 """Types with a language model that transformers does not list as causal language models."""
 

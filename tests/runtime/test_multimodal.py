@@ -176,6 +176,16 @@ def test_flat_configurations_of_older_checkpoints(engines: Engines, tmp_path: Pa
     assert_all_exact(llm, Oracle(folder), prompts_of(5, 63), SHORT)
 
 
+def test_a_class_for_text_alone_reads_its_own_checkpoints(engines: Engines, tmp_path: Path) -> None:
+    """Even if the configuration is that of the whole model."""
+    whole = tiny_types.tiny_config("llama4", "full attention")
+    folder = write_checkpoint(whole.get_text_config(), tmp_path / "text")
+    oracle, prompts = Oracle(folder), prompts_of(5, 63)
+    whole.architectures = ["Llama4ForCausalLM"]
+    whole.save_pretrained(folder)
+    assert_all_exact(engines(folder, parallel="2xpp2"), oracle, prompts, SHORT)
+
+
 def test_weights_of_other_parts_are_not_read(gemma3: Path) -> None:
     """Towers may be absent, or of other sizes."""
     expected, file = stored_tensors(gemma3), gemma3 / "model.safetensors"
