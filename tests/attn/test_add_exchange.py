@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -21,15 +22,17 @@ from transports import Wires, run_members
 
 from longspan import SamplingParams
 from longspan.attn import exchanges as tensors
-from longspan.attn.check import attend, member_call, random_batch, random_spec
+from longspan.attn.check import Request, attend, member_call, random_batch, random_spec
 from longspan.attn.collectives import all_gather
-from longspan.attn.comm import Group, Transport
+from longspan.attn.comm import ALONE, Group, Transport
 from longspan.attn.exchanges import Call
 from longspan.core import exchange as kinds
 from longspan.core.exchange import Exchange, Traits
+from longspan.core.layouts import shard_span
 from longspan.core.steps import Forward
 from longspan.cost import channels
 from longspan.cost.channels import Channel, ChannelTime, ExchangeCost, Layer, Topology, attention_s
+from longspan.errors import PluginError
 
 # ---------------------------------------------------------------- the exchange
 
@@ -101,6 +104,24 @@ def test_ranks_compute_attention_with_it(added: Exchange) -> None:
             assert isinstance(found, Tensor), found
             wanted = torch.cat([request.wanted(rank, spec) for request in batch], dim=1)
             torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_queries", [0, 3])
+def test_sinks_are_not_ignored_by_an_exchange_that_writes_results_itself(added: Exchange, num_queries: int) -> None:
+    """`Call.finish` adds them to merged results only."""
+    runs = shard_span("contiguous", 0, num_queries, 1)
+    spec = replace(random_spec(random.Random(0)), has_sinks=True)
+    call = member_call(added, ALONE, [Request(q_runs=runs, kv_runs=runs, seed=0)], spec)
+
+    def write(call: Call) -> None:
+        call.out.zero_()
+
+    writing = tensors.AttentionExchange(attend=write)
+    if num_queries:
+        with pytest.raises(PluginError, match="broadcast writes results without the model's attention sinks"):
+            writing.attend(call)
+    else:
+        writing.attend(call)
 
 
 def test_an_llm_serves_with_it(added: Exchange, tiny: Path, oracle: Oracle) -> None:

@@ -35,6 +35,7 @@ from transformers import (
     ViTConfig,
 )
 
+from longspan.attn.spec_reader import UnsupportedAttentionError, read_spec
 from longspan.model import files
 from longspan.model.adapter import Model
 from longspan.model.files import cache_root
@@ -176,7 +177,24 @@ def test_attention_without_keyword_arguments_is_reached_by_the_cache(tmp_path: P
     before = gather_info(model, tmp_path)
     drops_arguments(model)
     assert not before.attends_by_cache
-    assert gather_info(model, tmp_path) == replace(before, attends_by_cache=True)
+    assert gather_info(model, tmp_path) == replace(before, attends_by_cache=True, roles=())
+
+
+def test_sinks_and_values_in_other_forms_are_refused() -> None:
+    """Sinks must be a parameter with one number per query head, since ranks without tokens read it, too."""
+    module, own = torch.nn.Module(), torch.nn.Parameter(torch.zeros(4))
+    module.sinks = own
+    q, k, v = (torch.zeros(1, heads, 3, dim) for heads, dim in ((4, 8), (2, 8), (2, 6)))
+    spec = read_spec(module, q, k, v, None, s_aux=own)
+    assert (spec.has_sinks, spec.head_dim) == (True, 8)
+    for sinks in (None, own + 1, torch.zeros(4)):
+        with pytest.raises(UnsupportedAttentionError, match="learned sinks in a form unknown"):
+            read_spec(module, q, k, v, None, s_aux=sinks)
+    with pytest.raises(UnsupportedAttentionError, match="learned sinks in a form unknown"):
+        read_spec(module, q[:, :2], k, v, None, s_aux=own)
+    with pytest.raises(UnsupportedAttentionError, match="values wider than its keys"):
+        read_spec(module, q[..., :4], k[..., :4], v, None, s_aux=own)
+    assert not read_spec(torch.nn.Module(), q, k, v, None).has_sinks
 
 
 @pytest.mark.parametrize(("stated", "found"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))])

@@ -127,7 +127,7 @@ TINY: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 SINKS = ("gpt_oss", "granite_swa", "mimo")
-"""The models with attention sinks, in all layers or in those with a window."""
+"""The models with attention sinks, in all layers or in layers with a window."""
 
 
 def make_tiny(name: str, folder: Path, seed: int = 0) -> Path:

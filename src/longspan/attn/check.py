@@ -286,7 +286,7 @@ def member_call(
 
 
 def random_sinks(spec: AttnSpec) -> Tensor:
-    """Draw a sink for each head, from scores without effect to scores above all others."""
+    """Draw a sink for each head: a score without effect, one of the size of the keys' scores, or a larger one."""
     return torch.randn(spec.num_heads, generator=torch.Generator().manual_seed(spec.num_heads)) * 3
 
 

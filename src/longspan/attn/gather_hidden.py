@@ -84,7 +84,7 @@ class GatherHidden:
         sinks: Tensor | None = None,
         num_pieces: int = 1,
     ) -> None:
-        assert spec.has_sinks == (sinks is not None), "the sinks of a layer are needed, and no others"
+        assert spec.has_sinks == (sinks is not None), "exactly the layers with sinks have sinks"
         self._group, self._parts, self._kv, self._spec = group, parts, kv, spec
         self._shares = split_heads(spec.num_heads, spec.num_kv_heads, group.size)
         self.share = self._shares[group.rank]

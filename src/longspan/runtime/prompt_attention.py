@@ -2,7 +2,7 @@
 
 After the exchange of a layer, the queries are sent to all members of the group. Each member computes their scores with
 its own keys. Members then exchange the log-sum-exps of these scores, so that each weight is a softmax over all keys on
-devices and on hosts, and over the sink of its head. The controller sums the weights of the ranks.
+devices and on hosts. The softmax includes the sink of its head. The controller sums the weights of the ranks.
 """
 
 from __future__ import annotations

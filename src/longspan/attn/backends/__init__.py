@@ -99,6 +99,13 @@ def lse_with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
     return lse if sinks is None else torch.logaddexp(lse, sinks[:, None])
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Scale `out` in place, see `with_sinks`, if there are sinks. Return the log-sum-exps with the sinks."""
+    if sinks is not None:
+        out.copy_(with_sinks(out, lse, sinks))
+    return lse_with_sinks(lse, sinks)
+
+
 def merge_each(partials: Sequence[Partial]) -> Partial:
     """Merge large results in separate tensors, one after the other, in float32."""
     out, lse = partials[0]

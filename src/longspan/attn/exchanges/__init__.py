@@ -90,7 +90,7 @@ class Call:
     _partials: dict[tuple[int, ...], Partial] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        assert self.spec.has_sinks == (self.sinks is not None), "the sinks of a layer are needed, and no others"
+        assert self.spec.has_sinks == (self.sinks is not None), "exactly the layers with sinks have sinks"
 
     # ---------------------------------------------------------------- keys and values that are sent
 

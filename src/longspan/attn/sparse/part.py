@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import Partial, lse_with_sinks, nothing_seen, with_sinks
+from longspan.attn.backends import Partial, add_sinks, nothing_seen
 from longspan.attn.exchanges import Call
 from longspan.attn.member import MemberPart, attend_runs
 from longspan.attn.paged import KeysAndValues
@@ -353,15 +353,12 @@ class SparsePart:
 
     def finish(self) -> Tensor:
         """Merge all levels and the sinks into the output. Return the log-sum-exp `[heads, queries]`."""
-        call, rows, lses = self._call, self.part.rows, []
+        call, lses = self._call, []
         for query in self.plan.queries[self._rank]:
-            start = rows.start + query.offset
             partials = [self._near[query], *self._far.get(query, {}).values()]
-            out = call.out[:, start : start + query.size]
+            out = call.out[:, self.part.rows][:, query.offset : query.offset + query.size]
             lse = call.parts.backend.merge_into(out, partials, self._query_order(query))
-            if call.sinks is not None:
-                out.copy_(with_sinks(out, lse, call.sinks))
-            lses.append(lse_with_sinks(lse, call.sinks))
+            lses.append(add_sinks(out, lse, call.sinks))
         return torch.cat(lses, dim=1) if lses else call.q.new_empty(call.spec.num_heads, 0, dtype=torch.float32)
 
 
