@@ -1,5 +1,7 @@
 """Write the generated parts of the pages: flags, metrics, refused fields, errors, claims, figures' points, models.
 
+The types that `longspan models` lists are written, too.
+
 `python docs/generate.py` rewrites the pages. `--check` only reports pages that are not up to date.
 """
 
@@ -30,6 +32,8 @@ PAGES = sorted(page for folder in ("", "policies", "figures") for page in (_DOCS
 _PAPERS = _DOCS.parent / "benchmarks" / "papers"
 _CLAIMS, _FIGURES, _POINTS = (_PAPERS / name for name in ("claims.json", "figures.json", "points.toml"))
 _MODELS = _DOCS.parent / "tools" / "models.json"
+TYPES = _DOCS.parent / "src" / "longspan" / "served_types.json"
+"""The exact types of `make models`, for `longspan models`."""
 _VERDICTS = ("holds", "fails", "not modelled")
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of what is generated -->)", re.DOTALL)
 _LIMITS = "Limits of a request"
@@ -41,7 +45,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     only_check = parser.parse_args().check
-    stale = {page: after for page in PAGES if (after := rewritten(before := page.read_text("utf-8"))) != before}
+    contents = {page: rewritten(page.read_text("utf-8")) for page in PAGES} | {TYPES: served_types()}
+    stale = {page: after for page, after in contents.items() if page.read_text("utf-8") != after}
     if only_check and stale:
         print(f"not up to date: {', '.join(page.name for page in stale)}: run make docs", file=sys.stderr)
         return 1
@@ -214,6 +219,19 @@ def _models() -> str:
             "## Reasons\n\n" + _table(("number", "reason"), notes),
         )
     )
+
+
+def served_types() -> str:
+    """Return the layouts in which each type is exact, as a JSON object with a line per type."""
+    stored = json.loads(_MODELS.read_text(encoding="utf-8"))
+    exact = {
+        name: [layout for layout, cell in row["cells"].items() if cell["verdict"] == "exact"]
+        for name, row in stored["rows"].items()
+        if ", " not in name
+    }
+    lines = (f"  {json.dumps(kind)}: {json.dumps(layouts)}" for kind, layouts in exact.items() if layouts)
+    head = f'{{\n "transformers": {json.dumps(stored["transformers"])},\n "types": {{\n'
+    return head + ",\n".join(lines) + "\n }\n}\n"
 
 
 def _verdicts(row: dict[str, dict[str, str]], reasons: dict[str, int], types: Sequence[str]) -> Iterator[str]:

@@ -33,6 +33,7 @@ def test_the_generated_parts_are_up_to_date() -> None:
     rewritten: Callable[[str], str] = SCRIPT["rewritten"]
     for page in SCRIPT["PAGES"]:
         assert rewritten(page.read_text(encoding="utf-8")) == page.read_text(encoding="utf-8"), "run make docs"
+    assert SCRIPT["served_types"]() == SCRIPT["TYPES"].read_text(encoding="utf-8"), "run make docs"
     stale = re.sub(r"\| `--port`.*\n", "", PAGE)
     assert stale != PAGE
     assert rewritten(stale) == PAGE

@@ -32,6 +32,7 @@ HELP = (
     "chat",
     "serve",
     "batch",
+    "models",
     "profile",
     "eval",
     "tune",

@@ -222,7 +222,7 @@ def test_options_of_one_call_have_no_environment_variable(tmp_path: Path, monkey
 
 
 def test_every_verb_that_starts_an_engine_has_a_file() -> None:
-    verbs = ("generate", "ask", "chat", "serve", "batch", "profile", "eval", "simulate", "estimate")
+    verbs = ("generate", "ask", "chat", "serve", "batch", "models", "profile", "eval", "simulate", "estimate")
     have = [verb for verb in verbs if "--config" in app.app[verb].assemble_argument_collection()]
     assert have == ["generate", "ask", "chat", "serve", "batch", "profile", "eval"]
 

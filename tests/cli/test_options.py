@@ -217,7 +217,7 @@ def test_flags_of_a_policy_count_in_a_simulation_as_in_a_server(capsys: pytest.C
     assert "but layout striped given: use contiguous" in refused[0]
 
 
-VERBS = ("generate", "chat", "serve", "batch", "profile", "eval", "tune", "simulate", "estimate")
+VERBS = ("generate", "chat", "serve", "batch", "models", "profile", "eval", "tune", "simulate", "estimate")
 
 
 @pytest.mark.parametrize("name", VERBS)

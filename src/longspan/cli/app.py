@@ -40,7 +40,10 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 for _number, _verb in enumerate(
-    ("generate", "ask", "chat", "serve", "batch", "profile", "eval", "tune", "simulate", "estimate", "cache", "get")
+    (
+        *("generate", "ask", "chat", "serve", "batch", "models", "profile", "eval", "tune", "simulate", "estimate"),
+        *("cache", "get"),
+    )
 ):
     # Registered by name, so that a verb loads no module of another verb.
     app.command(f"longspan.cli.{_verb}:{_verb}", name=_verb, version_flags=(), sort_key=_number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from itertools import chain
@@ -15,6 +15,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.initialization import no_init_weights
 
@@ -214,12 +215,31 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+class _NoMemory(TorchFunctionMode):
+    """Lets all elements of a new, empty matrix share one number, so that a large model takes no memory."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401 - the result of that function
+        kwargs = kwargs or {}
+        if function is not torch.empty:
+            return function(*args, **kwargs)
+        described = torch.empty(*args, **{**kwargs, "device": "meta"})
+        if described.ndim < _MATRIX:
+            return torch.empty(*args, **kwargs)
+        return torch.zeros((), dtype=described.dtype).expand(described.shape)
+
+
 def _draw(config_dir: Path, form: WeightForm) -> tuple[PreTrainedModel, Matrices]:
     """Return a new model, and the description of its matrices, whose memory is not touched."""
     assert form.dummy_seed is not None and form.quantization is None, "drawn matrices are random, not quantised"
     config = load_config(config_dir, form.trust_remote_code)
     config._experts_implementation = "eager"  # noqa: SLF001 - `NoProducts` skips their products then
-    with no_init_weights():
+    with no_init_weights(), _NoMemory():
         model = _new_model(config, form)
     model.tie_weights()
     models: dict[str, PreTrainedModel] = {}  # the language model of a multimodal one has its own `_init_weights`

@@ -24,6 +24,10 @@ class ModelError(ValueError):
     """The model of the user cannot be served. The message is one line with the value and the remedy."""
 
 
+class ResourceError(ModelError):
+    """This machine lacks memory, time or a writable cache. The model itself may be fine."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HashedFile:
     """A file as it was when its contents were hashed.
@@ -95,7 +99,7 @@ def cache_root() -> Path:
     try:
         return Path(user_cache).expanduser().resolve() / "longspan"
     except RuntimeError as error:
-        raise ModelError(f"there is no home folder for the cache ({one_line(error)}): set LONGSPAN_CACHE") from error
+        raise ResourceError(f"there is no home folder for the cache ({one_line(error)}): set LONGSPAN_CACHE") from error
 
 
 def write_file(path: Path, text: str) -> None:
@@ -115,11 +119,11 @@ def make_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ModelError(
+        raise ResourceError(
             f"the cache folder {folder} cannot be made ({one_line(error)}); set LONGSPAN_CACHE to another folder"
         ) from error
     if not os.access(folder, os.W_OK):
-        raise ModelError(f"the cache folder {folder} cannot be written to; set LONGSPAN_CACHE to another folder")
+        raise ResourceError(f"the cache folder {folder} cannot be written to; set LONGSPAN_CACHE to another folder")
 
 
 def lock_folder(folder: Path, *, shared: bool = False) -> IO[bytes]:
@@ -139,9 +143,9 @@ def lock_folder(folder: Path, *, shared: bool = False) -> IO[bytes]:
                 return lock
 
 
-def not_written(path: Path, error: Exception) -> ModelError:
+def not_written(path: Path, error: Exception) -> ResourceError:
     """Make the error for a file of the cache that could not be written, say to a full disk."""
-    return ModelError(
+    return ResourceError(
         f"{path} cannot be written ({one_line(error)}): free some space, or set LONGSPAN_CACHE to another folder"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_token, snapshot_download
@@ -25,7 +26,6 @@ from longspan.model.files import ModelError, one_line
 
 HUB_ERRORS = (TransportError, EntryNotFoundError, ValueError, KeyError, OSError)
 """The errors of `huggingface_hub` for names, answers, connections, tokens and files."""
-_DESCRIPTION = ["*.json", "*.py", "*.jinja", "*.txt", "*.model"]
 _WEIGHTS = ("model*.safetensors", "*.safetensors", "*.bin")
 """The first pattern with a file has the weights. Files of later patterns are copies in other formats or folders."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -71,8 +71,8 @@ _LOST = ("the connection was lost while model {model} was fetched", "start again
 _log = logging.getLogger("longspan")
 
 
-def fetch(model: str, *, with_weights: bool) -> Path:
-    """Return the folder of a model in the hub's cache. Files that it lacks are fetched.
+def fetch(model: str, wanted: Sequence[str], *, with_weights: bool) -> Path:
+    """Return the folder of a model in the hub's cache. Files that match `wanted` are fetched if it lacks them.
 
     If the hub cannot be reached, or refuses, a complete copy in the cache is used, with a warning. Raise ModelError if
     there is none, with the reason and the remedy.
@@ -80,7 +80,7 @@ def fetch(model: str, *, with_weights: bool) -> Path:
     try:
         files = HfApi().model_info(model, timeout=constants.HF_HUB_ETAG_TIMEOUT).siblings or []
     except HUB_ERRORS as error:
-        folder = _cached(model, error, with_weights=with_weights)
+        folder = _cached(model, wanted, error, with_weights=with_weights)
         _log.warning("%s: using the cached copy %s, which was not compared with the hub", _why(model, error)[0], folder)
         return folder
     if not any(file.rfilename == "config.json" for file in files):
@@ -90,14 +90,14 @@ def fetch(model: str, *, with_weights: bool) -> Path:
             remedy = f"fetch one of its GGUF files (hf download {model} {example}), and give its path"
         raise ModelError(f"the hub's repository of model {model!r} has no config.json: {remedy}")
     try:
-        return _snapshot(model, with_weights=with_weights)
+        return _snapshot(model, wanted, with_weights=with_weights)
     except HUB_ERRORS as error:
         raise ModelError(explain(model, error)) from error
 
 
-def _cached(model: str, reason: Exception, *, with_weights: bool) -> Path:
+def _cached(model: str, wanted: Sequence[str], reason: Exception, *, with_weights: bool) -> Path:
     try:
-        return _snapshot(model, with_weights=with_weights, offline=True)
+        return _snapshot(model, wanted, with_weights=with_weights, offline=True)
     except HFValidationError as error:
         raise ModelError(explain(model, error)) from error
     except IncompleteSnapshotError as error:
@@ -106,9 +106,9 @@ def _cached(model: str, reason: Exception, *, with_weights: bool) -> Path:
         raise ModelError(explain(model, reason)) from error
 
 
-def _snapshot(model: str, *, with_weights: bool, offline: bool = False) -> Path:
+def _snapshot(model: str, wanted: Sequence[str], *, with_weights: bool, offline: bool = False) -> Path:
     for pattern in _WEIGHTS if with_weights else ("config.json",):
-        folder = Path(snapshot_download(model, allow_patterns=[*_DESCRIPTION, pattern], local_files_only=offline))
+        folder = Path(snapshot_download(model, allow_patterns=[*wanted, pattern], local_files_only=offline))
         if any(folder.glob(pattern)):
             break
     return folder

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from longspan.model.files import ModelError, cache_root, not_written
+from longspan.model.files import ResourceError, cache_root, not_written
 
 _ALIGNMENT = 64
 """Bytes of a cache line. Each tensor that is written begins at a multiple."""
@@ -137,10 +137,10 @@ class TensorWriter:
         return places
 
     def check_space(self, num_bytes: int) -> None:
-        """Raise ModelError if the disk has no space for more bytes."""
+        """Raise ResourceError if the disk has no space for more bytes."""
         if num_bytes > (free := shutil.disk_usage(self._path.parent).free):
             problem = f"the converted weights need {num_bytes / 1e9:.2f} GB in {cache_root()}, but {free / 1e9:.2f}"
-            raise ModelError(f"{problem} are free: free some space, or set LONGSPAN_CACHE to another folder")
+            raise ResourceError(f"{problem} are free: free some space, or set LONGSPAN_CACHE to another folder")
 
     def release(self) -> None:
         """Remove the pages of all files from the memory of this process."""

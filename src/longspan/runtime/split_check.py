@@ -6,6 +6,8 @@ versions and the sharding code.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import json
 import logging
@@ -78,12 +80,15 @@ def check_splits(
         ValueError: for a split that gives wrong results or raises.
     """
     results = _Results(files, info, cluster)
-    for trial in _trials(cluster, gathers_hidden=gathers_hidden, weights=weights):
-        if reason := results.reason(trial):
-            for part in _parts(trial):
-                if simpler := results.reason(part):
-                    raise part.refusal(simpler)
-            raise trial.refusal(reason)
+    try:
+        for trial in _trials(cluster, gathers_hidden=gathers_hidden, weights=weights):
+            if reason := results.reason(trial):
+                for part in _parts(trial):
+                    if simpler := results.reason(part):
+                        raise part.refusal(simpler)
+                raise trial.refusal(reason)
+    finally:
+        results.free()
 
 
 def _trials(cluster: Cluster, *, gathers_hidden: bool, weights: Sequence[WeightSource]) -> Iterator[Trial]:
@@ -123,6 +128,13 @@ class _Results:
         from longspan.runtime.dry_run import DryRuns  # noqa: PLC0415 - importing transformers' models takes seconds
 
         return DryRuns(self._files, self._info, tp=self._tp)
+
+    def free(self) -> None:
+        """Return the memory of small copies, which are in reference cycles, and of ended threads to the system."""
+        if vars(self).pop("_dry_runs", None) is not None:
+            gc.collect()
+            if hasattr(library := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps the arenas of ended threads
+                library.malloc_trim(0)
 
     def reason(self, trial: Trial) -> str:
         """Return why a split fails, or an empty string if it works."""
