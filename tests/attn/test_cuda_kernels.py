@@ -286,7 +286,7 @@ def test_many_keys_are_several_calls(windows: list[None], monkeypatch: pytest.Mo
     assert len(windows) - num_calls == 2, "the third prompt, with 29 keys, is computed alone"
 
 
-@pytest.mark.parametrize("change", [{"softcap": 20.0}, {"head_dim": 12}], ids=str)
+@pytest.mark.parametrize("change", [{"softcap": 20.0}, {"head_dim": 12}, {"chunk": 7}], ids=str)
 def test_prompts_that_flash_cannot_compute_are_calls_of_their_own(windows: list[None], change: dict[str, Any]) -> None:
     spec = AttnSpec(num_heads=4, num_kv_heads=2, scale=0.25, window=None, **{"softcap": None, "head_dim": 16, **change})
     num_calls = len(windows)

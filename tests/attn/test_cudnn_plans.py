@@ -155,6 +155,13 @@ def test_prepared_plans_are_all_plans_once(calls: list[Call], max_queries: int) 
     assert heads <= {(32, True), (8, False)}
 
 
+def test_plans_of_chunks_have_no_more_keys_than_a_chunk(calls: list[Call]) -> None:
+    pool = torch.empty(2500, 8, 16, 128, dtype=torch.bfloat16, device="meta")
+    calls.clear()
+    TorchCuda().prepare(PagedKv(keys=pool, values=pool), {replace(SPEC, chunk=8192)}, 8192, 10**6)
+    assert Counter(call.plan for call in calls) == Counter(all_plans(8, 4, 8192, 8192))
+
+
 def test_nothing_is_prepared_where_cudnn_is_not_used(calls: list[Call]) -> None:
     calls.clear()
     kv = PagedKv(keys=torch.empty(1, 8, 16, 128), values=torch.empty(1, 8, 16, 128))

@@ -104,8 +104,8 @@ def steps_of(chats: Sequence[Chat], draw: random.Random) -> list[Forward | Free]
     st.randoms(use_true_random=False),
 )
 def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
-    """In three layers, one with a window, and one with sinks."""
-    specs = [spec_of(), spec_of(window=20), spec_of(has_sinks=True)]
+    """In layers without a limit, with a window, with sinks and with chunks."""
+    specs = [spec_of(), spec_of(window=20), spec_of(has_sinks=True), spec_of(chunk=14)]
     sinks = {2: random_sinks(specs[2])}
     tensors = [
         [random_qkv(spec, chat.stops[-1], chat.stops[-1], torch.float32, chat.seed + layer) for chat in chats]
