@@ -118,7 +118,7 @@ def gather_hops(size: int) -> int:
 
 
 def hidden_hops(size: int) -> int:
-    """Count the hops of a layer of `gather_hidden` in a group of `size` members. Four are for norms over all heads."""
+    """Count the hops of a layer of `gather_hidden`. Of each micro-partition, four are for norms over all heads."""
     return 1 + MAX_PIECES * (gather_hops(size) + 3 + 4)
 
 
