@@ -183,7 +183,7 @@ def test_a_class_for_text_alone_reads_its_own_checkpoints(engines: Engines, tmp_
     oracle, prompts = Oracle(folder), prompts_of(5, 63)
     whole.architectures = ["Llama4ForCausalLM"]
     whole.save_pretrained(folder)
-    assert_all_exact(engines(folder, parallel="2xpp2"), oracle, prompts, SHORT)
+    assert_all_exact(engines(folder, instances=2), oracle, prompts, SHORT)
 
 
 def test_weights_of_other_parts_are_not_read(gemma3: Path) -> None:
