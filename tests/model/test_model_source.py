@@ -197,6 +197,17 @@ def test_sinks_and_values_in_other_forms_are_refused() -> None:
     assert not read_spec(torch.nn.Module(), q, k, v, None).has_sinks
 
 
+def test_profiles_of_a_model_are_found_with_sinks_and_without(tmp_path: Path) -> None:
+    """Profiles from before sinks were known keep their key."""
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), attn_implementation=PROBE).eval()
+    info = gather_info(model, tmp_path)
+    with_sinks, with_window = (
+        replace(info, specs=tuple(replace(spec, **change) for spec in info.specs))
+        for change in ({"has_sinks": True}, {"window": 8})
+    )
+    assert with_sinks.sizes == info.sizes != with_window.sizes
+
+
 @pytest.mark.parametrize(("stated", "found"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))])
 def test_end_tokens_are_those_of_the_configuration(
     stated: int | list[int] | None, found: tuple[int, ...], tmp_path: Path
