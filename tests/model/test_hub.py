@@ -40,7 +40,7 @@ def hub(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
             "HF_HUB_CACHE": str(tmp_path / "hub"),
             "HF_TOKEN_PATH": str(tmp_path / "token"),
             "HF_HUB_OFFLINE": False,
-            "HF_HUB_ETAG_TIMEOUT": 0.3,
+            "HF_HUB_ETAG_TIMEOUT": 30,
         }
         for name, value in constants.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
@@ -128,7 +128,7 @@ def test_all_refusals_differ(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("model", ["a/b/c", "two words", "owner/-", "--"])
 def test_a_name_that_no_repository_can_have_is_told_apart(model: str, hub: Hub) -> None:
     assert "neither an existing path nor a hub id" in refusal(model)
-    assert not hub.requests
+    assert not hub.tokens, "no request for a model"
 
 
 def goes_away(hub: Hub, patch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def goes_offline(hub: Hub, patch: pytest.MonkeyPatch) -> None:
 
 
 def falls_silent(hub: Hub, patch: pytest.MonkeyPatch) -> None:
-    del patch
+    patch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
     hub.silent = True
 
 
@@ -227,7 +227,7 @@ def test_a_disk_that_takes_no_files_is_told_apart(
 def test_a_token_that_cannot_be_sent_is_not_shown(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", f"{TOKEN}é")
     assert "check" in refusal() and "HF_TOKEN" in refusal()
-    assert not hub.requests
+    assert not hub.tokens, "no request for a model"
 
 
 def test_a_repository_of_gguf_files_names_one(hub: Hub) -> None:

@@ -77,7 +77,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         hub, path = self.hub, self.path.partition("?")[0]
         hub.requests.append(f"{self.command} {path}")
-        hub.tokens.add(self.headers.get("Authorization"))
+        if MODEL in path:  # huggingface_hub also sends requests of its own
+            hub.tokens.add(self.headers.get("Authorization"))
         if hub.silent:
             time.sleep(1.5)
             self.close_connection = True
