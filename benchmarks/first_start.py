@@ -12,8 +12,8 @@ the checkpoint:
 - worker: the memory in no file that loading the model adds
 
 `--before` names the folder `src` of an earlier version, which is measured as well. With --require, the exit code is 1
-if the peak of a case is above 1.1, or its disk above 0.05 where names and dtypes agree. The disk needs room for three
-checkpoints.
+if the peak of a case is above 1.1. So it is if its disk is above 0.05 where names and dtypes agree. Three times the
+size of a checkpoint must be free on the disk.
 """
 
 from __future__ import annotations

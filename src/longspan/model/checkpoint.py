@@ -1,4 +1,4 @@
-"""Describe the weights of a model in the store, and write those that its checkpoint lacks, see `model.store`."""
+"""Describe the weights of a model in the store, and write the tensors that need a conversion, see `model.store`."""
 
 from __future__ import annotations
 

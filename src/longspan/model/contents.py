@@ -90,7 +90,7 @@ def joint_hash(files: Sequence[HashedFile]) -> str:
 
 
 def hash_files(files: Mapping[str, Path]) -> list[HashedFile]:
-    """Hash the contents of files, whose names are the keys of `files`.
+    """Return the hashes of the contents of files. The keys of `files` are names.
 
     Files with a valid record are not read again. Progress is logged, and shown on terminals. Raise ModelError if a file
     cannot be read, or changes meanwhile.
@@ -107,7 +107,7 @@ def hash_files(files: Mapping[str, Path]) -> list[HashedFile]:
 
 
 def check_unchanged(file: IO[bytes], hashed: HashedFile) -> HashedFile:
-    """Return the record of an open file if its contents are those that were hashed, and raise ModelError otherwise.
+    """Return the record of an open file if its contents have the same hash, and raise ModelError otherwise.
 
     The contents are read again only if the stamp has changed, as by a chmod. The returned record has the new stamp.
     """

@@ -1,7 +1,7 @@
 """Load a checkpoint into a model of transformers with the memory of a few tensors, whatever the checkpoint's size.
 
-Tensors whose names and dtypes agree with the model's stay views of the mapped checkpoint. All others are converted by
-transformers' own code, in batches that are written to the store at once.
+Tensors whose names and dtypes agree with the model's stay views of the mapped checkpoint. All other tensors are
+converted by transformers' own code, in batches that are written to the store at once.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def _placed(tensor: Tensor, name: str, offset: int) -> Place:
 
 
 class TensorWriter:
-    """Writes the tensors of a model that no file of the checkpoint holds, and knows the places of all others.
+    """Writes the tensors of a model that no file of the checkpoint holds, and finds the places of all tensors.
 
     Args:
         path: the file of the store. It is made for the first tensor.
@@ -105,14 +105,14 @@ class TensorWriter:
         return next((place for file in self._files if (place := file.place(tensor)) is not None), None)
 
     def places(self, tensors: Mapping[str, Tensor]) -> dict[str, Place]:
-        """Return the places of tensors, and write those without a place."""
+        """Return the places of tensors, and write the tensors that have none."""
         found = {name: place for name, tensor in tensors.items() if (place := self.place(tensor)) is not None}
         missing = {name: tensor for name, tensor in tensors.items() if name not in found}
         self.check_space(sum(tensor.nbytes for tensor in missing.values()))
         return found | dict(zip(missing, self.write([*missing.values()]), strict=True))
 
     def add(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Write tensors, and return equal ones that are views of the file."""
+        """Write tensors, and return equal tensors, which are views of the file."""
         if not any(tensor.numel() for tensor in tensors):
             return list(tensors)
         places = self.write(tensors)

@@ -41,7 +41,7 @@ from longspan.model.folder import description_files, weight_files
 from longspan.model.info import ModelInfo
 from longspan.model.mapped import MappedFile, Place
 
-_FORMAT = 5
+_FORMAT = 6
 """The version of the file layout, and of the checks that a model passes before its file is written."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NUMBERS, GRID = ".numbers", ".grid"
@@ -130,7 +130,7 @@ class Matrices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of `weights.json`.
+    """Describes the weights of a model, in `weights.json`.
 
     Attributes:
         tensors: the places of parameters, buffers and levels.
