@@ -13,7 +13,7 @@ import torch
 from engines import ThreadLLM
 from oracle import Oracle, assert_exact
 from safetensors.torch import load_file, save_file
-from tiny_models import make_tiny
+from tiny_models import make_tiny, write_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfig, Mxfp4Config
 
@@ -186,6 +186,28 @@ def test_mxfp4_weights_are_those_of_transformers(dtype: str, folder: Path) -> No
     for name in stacks:
         ours = stored.dequantise([tensors[part] for part in sources[name]], DTYPES[dtype])
         assert ours.is_contiguous() and ours.dtype == DTYPES[dtype] and torch.equal(ours, theirs[name]), name
+
+
+def test_mxfp4_checkpoints_give_the_tokens_of_transformers(folder: Path) -> None:
+    """On one instance, and on two that share the prompt."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 199, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    lengths = {"sliding_window": 32, "max_position_embeddings": 4096}
+    write_checkpoint(GptOssConfig(**sizes, **heads, **lengths, rope_parameters=rope), folder)
+    tensors = load_file(folder / WEIGHTS)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    write(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    prompt = list(range(3, 90))
+    options = SamplingParams(temperature=0, max_tokens=6, output_logits=True, ignore_eos=True)
+    given: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 16, "num_gpu_blocks_override": 16}
+    for parallel in ("1", "2"):
+        with ThreadLLM(str(folder), parallel=parallel, **given) as llm:
+            [output] = llm.generate([prompt], options, use_tqdm=False)
+        assert_exact(output, Oracle(folder).complete(prompt, 6))
 
 
 def test_modules_that_are_not_converted_keep_their_stored_weights(folder: Path) -> None:
