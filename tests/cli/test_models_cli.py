@@ -371,6 +371,30 @@ def test_weights_beyond_memory_fit_in_no_layout(capsys: pytest.CaptureFixture[st
     assert all("weights take 131.4 GiB" in layout["reason"] for layout in found["layouts"])
 
 
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("quantization", "fitting"),
+    [((), {"tp4pp2", "tp2pp4", "2xtp4", "2xtp2pp2", "2xpp4", "tp8", "pp8"}), (("--quantization", "int4"), None)],
+)
+def test_gpus_hold_shares_of_weights(
+    quantization: tuple[str, ...],
+    fitting: set[str] | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight of 80 GiB: 68 GiB each for 131 GiB of weights with 40 GiB of KV, or for 41 GiB of quantised weights."""
+    monkeypatch.setattr(served_models.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(served_models.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(served_models.torch.cuda, "mem_get_info", lambda _: (80 * GIB, 80 * GIB))
+    monkeypatch.setattr(served_models.torch.cuda, "get_device_name", lambda *_: "invented")
+    found = answer(capsys, config("llama-3.1-70b"), *quantization)["machines"][1]
+    assert (found["device"], found["num_devices"], found["memory_bytes"]) == ("cuda", 8, 80 * GIB)
+    fits = {layout["parallel"] for layout in found["layouts"] if layout["fits"]}
+    every = {layout["parallel"] for layout in found["layouts"]}
+    assert every >= {"1", "8", "4xtp2", "4xpp2", "2xtp4", "tp8"}
+    assert fits == (every - {"1"} if fitting is None else fitting)
+
+
 # ---------------------------------------------------------------- input and output
 
 

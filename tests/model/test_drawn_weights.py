@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_types
 import torch
 from numpy.typing import NDArray
 from tiny_models import TINY
@@ -50,6 +51,19 @@ def test_only_the_matrices_are_in_no_file(name: str, tmp_path: Path, cache: Path
             assert torch.equal(found[key], tensor) or key.endswith(RANDOM), key
         else:
             assert 0.015 < found[key].std() < 0.025 and abs(found[key].mean()) < 0.1 / found[key].numel() ** 0.5, key
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3n_text", "modernbert-decoder", "phi4_multimodal"])
+def test_matrices_that_other_modules_initialise_are_in_no_file(kind: str, tmp_path: Path, cache: Path) -> None:
+    """A module writes to a matrix of its child, or to a convolution."""
+    tiny_types.tiny_config(kind, "", even=True).save_pretrained(tmp_path / "model")
+    files, written = (
+        prepare(str(tmp_path / "model"), dtype="float32", load_format="dummy", device=device)
+        for device in ("cuda", "cpu")
+    )
+    assert read_info(files.weights) == read_info(written.weights)
+    assert files.weights.stat().st_size < written.weights.stat().st_size / 2
+    assert cache in files.weights.parents
 
 
 def test_matrices_follow_their_names_and_the_seed(tmp_path: Path) -> None:

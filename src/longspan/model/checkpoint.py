@@ -226,6 +226,8 @@ class _NoMemory(TorchFunctionMode):
         kwargs: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401 - the result of that function
         kwargs = kwargs or {}
+        if function is Tensor.copy_ and not any(args[0].stride()):  # of a convolution
+            return args[0]
         if function is not torch.empty:
             return function(*args, **kwargs)
         described = torch.empty(*args, **{**kwargs, "device": "meta"})
@@ -248,7 +250,7 @@ def _draw(config_dir: Path, form: WeightForm) -> tuple[PreTrainedModel, Matrices
         models[name] = module if isinstance(module, PreTrainedModel) else models[parent]
         own = [*module.parameters(recurse=False)]
         vectors = [weight for weight in own if weight.ndim < _MATRIX]
-        if len(vectors) == len(own):
+        if vectors and len(vectors) == len(own):  # a parent may initialise matrices, which have no memory
             models[name]._init_weights(module)  # noqa: SLF001 - as transformers initialises norms
         for bias in vectors if len(vectors) < len(own) else ():
             bias.detach().zero_()
