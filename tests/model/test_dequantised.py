@@ -98,7 +98,7 @@ def make_float8(
 
 
 def converted(folder: Path, dtype: str) -> Tensors:
-    return dict(StoredTensors(prepare(str(folder), dtype=dtype).weights, CPU))
+    return dict(StoredTensors(prepare(str(folder), dtype=dtype), CPU))
 
 
 def assert_equal(folder: Path, model: nn.Module, dtype: str) -> None:

@@ -29,6 +29,8 @@ from longspan.model.skeleton import decoder_layers, text_config, trunk_path
 
 _MAPPINGS = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
 _RUN_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError, AssertionError)
+_NO_MASK = "longspan_no_mask"
+"""A name for which transformers makes no mask, which needs values that the meta device has not."""
 _building = Lock()
 """Held while a model is built, since `AutoModel.from_config` may be replaced meanwhile."""
 
@@ -117,6 +119,8 @@ def _leave_out(model: PreTrainedModel) -> None:
     hooks = [decoder_layers(model)[0].register_forward_pre_hook(stop)]
     for path, part in parts.items():
         hooks += [module.register_forward_pre_hook(partial(note, path)) for module in part.modules()]
+    built_with = model.config._attn_implementation  # noqa: SLF001 - there is no public name
+    model.config._attn_implementation = _NO_MASK  # noqa: SLF001
     try:
         row = torch.arange(2, device=model.get_input_embeddings().weight.device)[None]
         with suppress(_LayersReachedError):
@@ -125,6 +129,7 @@ def _leave_out(model: PreTrainedModel) -> None:
         problem = f"{type(model).__name__} does not compute text alone ({one_line(error)})"
         raise ModelError(f"{problem}: use a checkpoint of its language model") from error
     finally:
+        model.config._attn_implementation = built_with  # noqa: SLF001
         for hook in hooks:
             hook.remove()
     left_out = {path: frozenset(part.state_dict()) for path, part in parts.items() if path not in called}
