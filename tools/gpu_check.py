@@ -115,7 +115,8 @@ class Run:
         self._results.mkdir()
         checks = plan(mode, str(self._results), str(packages), wheels)
         self._checks = checks if only is None else chosen(checks, only)
-        path = [str(ROOT / "src"), str(packages), *(str(ROOT / "tests" / name) for name in TEST_FOLDERS)]
+        folders = ("src", "tools", *(f"tests/{name}" for name in TEST_FOLDERS))
+        path = [*(str(ROOT / name) for name in folders), str(packages)]
         path.append(os.environ.get("PYTHONPATH", ""))
         self._environment = {
             **os.environ,

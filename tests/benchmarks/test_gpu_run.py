@@ -311,7 +311,11 @@ if __name__ == "__main__":
 
 def test_kernels_that_cannot_be_compiled_are_named_and_wrong_results_are_left_to_the_tests() -> None:
     pytest.importorskip("triton")
-    folders = [str(ROOT / "src"), *(str(ROOT / "tests" / name) for name in (*gpu_check.TEST_FOLDERS, "gpu"))]
+    folders = [
+        str(ROOT / "src"),
+        str(ROOT / "tools"),
+        *(str(ROOT / "tests" / name) for name in (*gpu_check.TEST_FOLDERS, "gpu")),
+    ]
     settings = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run([sys.executable, "-c", CASES], env=settings, capture_output=True, text=True, check=False)
     assert done.stdout == "{'broken': 'RuntimeError: of a case'}\n", done.stderr

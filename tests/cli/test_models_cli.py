@@ -20,7 +20,7 @@ from tiny_models import make_tiny
 from longspan import limits, served_models
 from longspan.args import EngineArgs
 from longspan.limits import Memory
-from longspan.model import source
+from longspan.model import hub
 from longspan.model.files import ResourceError
 from longspan.resolve import ResolvedEngine
 from longspan.runtime.dry_run import DryRuns
@@ -157,7 +157,7 @@ GPT_OSS = Hand(  # biases, a sink per head, a router, 32 experts of two matrices
     ),
     context=128 * K,
     layers=[(12, 8, 64, 128), (12, 8, 64, None)],
-    kv_bytes=24 * K,
+    kv_bytes=48 * K,
 )
 
 
@@ -229,14 +229,14 @@ finally:
 
 
 def test_a_large_model_takes_little_memory(cache: Path) -> None:
-    """141 GB of weights, in 16 GiB of addresses and 1.25 GiB of memory, of which libraries take a third."""
+    """141 GB of weights, in 16 GiB of addresses and 2 GiB of memory, most of it for the trials of layouts."""
     command = [sys.executable, "-c", _BOUNDED, "models", config("llama-3.1-70b"), "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found = json.loads(ran.stdout)
     assert found["num_parameters"] == HAND["llama-3.1-70b"].parameters
     assert [layout["supported"] for layout in found["layouts"]] == [True] * len(LAYOUTS)
-    assert int(ran.stderr.split()[-1]) < 1280
+    assert int(ran.stderr.split()[-1]) < 2048
     assert sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()) < 20e6
 
 
@@ -412,11 +412,12 @@ def test_only_the_configuration_is_fetched(tmp_path: Path, monkeypatch: pytest.M
     fetched: list[list[str]] = []
     folder = make_tiny("llama", tmp_path / "llama")
 
-    def snapshot(_: str, *, allow_patterns: list[str]) -> str:
-        fetched.append(allow_patterns)
-        return str(folder)
+    def fetch(_: str, wanted: list[str], *, with_weights: bool) -> Path:
+        assert not with_weights
+        fetched.append(wanted)
+        return folder
 
-    monkeypatch.setattr(source, "snapshot_download", snapshot)
+    monkeypatch.setattr(hub, "fetch", fetch)
     for trusted in (False, True):
         with config_folder("some/model", trust_remote_code=trusted) as found:
             assert found == folder

@@ -24,6 +24,7 @@ import longspan
 from longspan.args import locations
 from longspan.core.cluster import Cluster
 from longspan.core.locations import Location
+from longspan.core.runs import Visibility
 from longspan.core.sampling import SamplingParams
 from longspan.core.sparse import SparseSetting
 from longspan.cost.architecture import ModelShape
@@ -199,7 +200,9 @@ def test_groups_are_measured_with_every_exchange_and_a_single_instance_next_to_i
 def test_long_prompts_are_measured_with_sparse_attention_if_no_layer_has_a_window(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = SimpleNamespace(vocab_size=50, hidden_size=64, specs=(SimpleNamespace(window=window),))
+    info = SimpleNamespace(
+        vocab_size=50, hidden_size=64, specs=(SimpleNamespace(visibility=Visibility(window=window)),)
+    )
     monkeypatch.setattr(Machine, "info", info)
     monkeypatch.setattr(Machine, "max_model_len", 4096)
     settings: list[dict[str, str]] = []
