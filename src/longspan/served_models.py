@@ -27,7 +27,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.exchange import GATHER_HIDDEN, exchanges
 from longspan.cost.memory import rank_block_bytes
 from longspan.errors import ParameterError
-from longspan.model.files import ModelError, Quantization, ResourceError, read_json
+from longspan.model.files import ModelError, Quantization, ResourceError, one_line, read_json
 from longspan.model.folder import CONFIG, GENERATION_CONFIG
 from longspan.model.quantization import quantised_bytes
 from longspan.model.source import local_folder
@@ -40,6 +40,7 @@ from longspan.runtime.pool import PROCESS_BYTES
 
 Device = Literal["cpu", "cuda"]
 
+_MAX_CONFIG_BYTES = 2**24
 LENGTHS = (8 << 10, 128 << 10, 1 << 20)
 """Lengths in tokens for which the memory of KV is shown."""
 _SHARED = tuple(exchange.kind for exchange in exchanges() if exchange.traits.level == "attention")
@@ -64,7 +65,7 @@ class LayerKind:
     """Layers that store equal KV and have equal windows.
 
     Attributes:
-        window: the sliding window in tokens. None: a token attends to all tokens before it.
+        window: the sliding window, or the size of chunks, in tokens. None: a token attends to all tokens before it.
         kv_bytes: bytes of keys and values per token and layer.
     """
 
@@ -157,17 +158,31 @@ class Support:
     machines: tuple[Machine, ...] = ()
 
 
+def _path(model: str) -> Path:
+    """Return the path of a model, which need not exist. Raise ModelError for a name that no file can have."""
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"model {model[:80]!r} is no usable path ({one_line(error)}): give another") from error
+    return path
+
+
 @contextmanager
 def config_folder(model: str, *, trust_remote_code: bool) -> Iterator[Path]:
     """Yield a folder with the configuration of a model, which is an alias, a folder, a config.json or a hub id.
 
     Only the configuration is fetched from the hub, and code if it is trusted. A file may have any name.
     """
-    path = Path(model).expanduser()
+    path = _path(model)
+    if path.suffix == ".gguf" or (path.is_dir() and not (path / CONFIG).is_file() and any(path.glob("*.gguf"))):
+        raise ModelError(f"{model!r} has no config.json, which only a start makes of a GGUF file: give the original's")
     if not path.is_file() or path.name == CONFIG:
         wanted = [CONFIG, GENERATION_CONFIG, *(["*.py"] if trust_remote_code else [])]
         yield local_folder(str(path.parent) if path.is_file() else model, with_weights=False, wanted=wanted)
         return
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise ModelError(f"{path} is larger than any config.json: give the configuration, or the model's folder")
     read_json(path)
     with tempfile.TemporaryDirectory(prefix="longspan-config-") as folder:
         copied = Path(folder) / CONFIG
@@ -273,7 +288,7 @@ class Inspection:
     def layers(self) -> tuple[LayerKind, ...]:
         specs, record = self.model.info.specs, self.model.record
         counts = Counter(
-            (spec.num_kv_heads, spec.head_dim, spec.window, layer.block_bytes // self._given.block_size)
+            (spec.num_kv_heads, spec.head_dim, spec.visibility.max_keys, layer.block_bytes // self._given.block_size)
             for spec, layer in zip(specs, record.layers, strict=True)
         )
         return tuple(
@@ -377,7 +392,8 @@ def inspect(model: str, given: EngineArgs, say: Say) -> Support:
     """
     with config_folder(model, trust_remote_code=given.trust_remote_code) as folder:
         inspection = Inspection(given, folder)
-        support = Support(model=model, model_type=inspection.model_type, reason=inspection.reason)
+        reason = inspection.reason and inspection.reason.replace(f"{folder}", model)
+        support = Support(model=model, model_type=inspection.model_type, reason=reason)
         if support.reason is not None:
             return support
         layouts, machines = [], []

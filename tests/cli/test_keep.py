@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 from engines import ThreadLLM
 from fake_llm import run
+from filelock import FileLock
 
 import longspan
 from longspan.model.files import lock_folder
@@ -163,6 +164,30 @@ def test_dropped_weights_of_an_installation_are_only_unlinked(
     link.symlink_to(installed)
     assert run("cache", "drop", "weights") == 0
     assert (installed / "weights.json").is_file() and not link.is_symlink()
+
+
+def test_weights_that_are_being_converted_are_not_dropped(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "cache/weights/abc.unfinished"
+    folder.mkdir(parents=True)
+    with FileLock(folder.with_name("abc.lock")):
+        assert run("cache", "drop", "weights", folder.name) == 2
+    assert "being converted" in capsys.readouterr().err and folder.is_dir()
+    assert run("cache", "drop", "weights", folder.name) == 0
+
+
+def test_a_model_of_any_configuration_is_listed(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
+    for name, config in (("a", '{"text_config": null}'), ("b", "[]"), ("c", '{"architectures": 7}')):
+        folder = tmp_path / "cache/weights" / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(config)
+        (folder / "weights.json").write_text('{"dtype": "bfloat16"}')
+    assert [entry["model"] for entry in listed(capsys, "weights")] == ["unknown, ? layers, bfloat16", *["unknown"] * 2]
 
 
 def test_weights_in_use_are_not_dropped(

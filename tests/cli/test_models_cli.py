@@ -429,6 +429,10 @@ BROKEN = {
     "no JSON": ("broken.json", (), "broken.json is not valid JSON"),
     "no type": ("empty.json", (), "empty.json cannot be used"),
     "invalid values": ("invalid.json", (), "invalid.json cannot be used"),
+    "GGUF": ("model.gguf", (), "has no config.json"),
+    "weights": ("weights.bin", (), "weights.bin is larger than any config.json"),
+    "a long name": ("m" * 300, (), "is no usable path"),
+    "nobody's home": ("~nobody-of-this-name/m", (), "is no usable path"),
     "too long": (config("gemma-2-9b"), ("--max-model-len", "9000"), "--max-model-len 9000 exceeds"),
     "no length": (config("gemma-2-9b"), ("--max-model-len", "0"), "--max-model-len must be at least 1"),
     "two precisions": (
@@ -452,12 +456,20 @@ def test_a_users_mistake_is_one_line_and_code_2(
     monkeypatch.setattr(DryRuns, "problem", lambda *_: "")
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "weights.bin").touch()
+    os.truncate(tmp_path / "weights.bin", 2**24 + 1)
     (tmp_path / "invalid.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
     assert run("models", model, *options) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
     assert words in err
+
+
+def test_sizes_that_no_model_has_are_not_supported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "negative.json"
+    path.write_text('{"model_type": "llama", "vocab_size": -5, "num_hidden_layers": 1}')
+    assert "negative dimension" in answer(capsys, str(path), code=1)["reason"]
 
 
 def test_a_type_that_transformers_lacks_is_not_supported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,16 @@ def assert_equal(folder: Path, model: nn.Module, dtype: str) -> None:
         assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
 
 
+def test_one_name_without_a_list_is_a_name(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "several").mkdir()
+    for folder, names in (("one", "lm_head"), ("several", ["lm_head"])):
+        stated = {"quantization_config": fp8((16, 32), modules_to_not_convert=names)}
+        (tmp_path / folder / "config.json").write_text(json.dumps(stated))
+    one, several = (weight_format(tmp_path / folder) for folder in ("one", "several"))
+    assert one is not None and several is not None and one.plain == several.plain
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "block"), [("qwen3", (16, 32)), ("mixtral", (16, 32)), ("qwen3", (0, 0))])
 def test_float8_weights_are_those_of_transformers(name: str, block: tuple[int, int], dtype: str, folder: Path) -> None:

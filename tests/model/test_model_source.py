@@ -35,6 +35,7 @@ from transformers import (
     ViTConfig,
 )
 
+from longspan.attn.spec import AttnSpec
 from longspan.attn.spec_reader import UnsupportedAttentionError, read_spec
 from longspan.model import files
 from longspan.model.adapter import Model
@@ -201,11 +202,14 @@ def test_profiles_of_a_model_are_found_with_sinks_and_without(tmp_path: Path) ->
     """Profiles from before sinks were known keep their key."""
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), attn_implementation=PROBE).eval()
     info = gather_info(model, tmp_path)
-    with_sinks, with_window = (
+    with_sinks, with_window, with_chunks = (
         replace(info, specs=tuple(replace(spec, **change) for spec in info.specs))
-        for change in ({"has_sinks": True}, {"window": 8})
+        for change in ({"has_sinks": True}, {"window": 8}, {"chunk": 8})
     )
-    assert with_sinks.sizes == info.sizes != with_window.sizes
+    assert with_sinks.sizes == info.sizes and len({info.sizes, with_window.sizes, with_chunks.sizes}) == 3
+    spec = AttnSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=None, softcap=None)
+    known = replace(info, num_layers=2, vocab_size=64, hidden_size=32, layer_weights=5000.0, specs=(spec,))
+    assert known.sizes == "a4300f12fb15", "of versions without sinks and chunks"
 
 
 @pytest.mark.parametrize(("stated", "found"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))])

@@ -122,11 +122,11 @@ def _model_of(weights: Path) -> str:
     """Describe the model of a folder of weights by its configuration and its dtype."""
     try:
         config, stored = (json.loads((weights / name).read_bytes()) for name in ("config.json", "weights.json"))
-    except (OSError, ValueError):
+        [architecture, *_] = config.get("architectures") or ["unknown"]
+        layers = (config.get("text_config") or config).get("num_hidden_layers", "?")
+        return f"{architecture}, {layers} layers, {stored['dtype']}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "unknown"
-    [architecture, *_] = config.get("architectures") or ["unknown"]
-    layers = config.get("text_config", config).get("num_hidden_layers", "?")
-    return f"{architecture}, {layers} layers, {stored['dtype']}"
 
 
 def _models_of_document(folder: Path) -> str:
@@ -153,7 +153,8 @@ def _drop_weights(folder: Path) -> None:
     from filelock import FileLock, Timeout  # noqa: PLC0415 - needed here only
 
     try:
-        with FileLock(f"{folder}.lock", timeout=0), closing(lock_folder(folder)):
+        lock = folder.with_name(folder.name.removesuffix(".unfinished") + ".lock")
+        with FileLock(lock, timeout=0), closing(lock_folder(folder)):
             if folder.is_symlink():  # to a read-only installation, see deploy/start.sh
                 folder.unlink()
             else:

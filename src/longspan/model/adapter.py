@@ -127,7 +127,8 @@ class Model:
             from longspan.model.longrope import pin_longrope  # noqa: PLC0415 - few models have it
 
             pin_longrope(self.module, self.info.rope_switch_length, self._current)
-        if any(reads_cached_length(part) for layer in self.layers.values() for part in layer.modules()):
+        parts = (part for layer in self.layers.values() for part in layer.modules())
+        if not self.info.attends_by_cache and any(map(reads_cached_length, parts)):
             from longspan.model.cached_lengths import give_cached_lengths  # noqa: PLC0415 - few models need it
 
             give_cached_lengths(self.layers.values())
@@ -287,8 +288,9 @@ def _serve(
         handed: HandedKv = key.handed  # type: ignore[attr-defined]  # of a class that hands no arguments
         return as_output(handed.attend(query[0]))
     layer: int = module.layer_idx  # type: ignore[assignment]  # the probe has checked that it is an int
-    out = attend(layer, query[0], key[0], padded(value[0], key.shape[-1]))
-    return as_output(out[..., : value.shape[-1]])
+    if (dim := value.shape[-1]) == key.shape[-1]:
+        return as_output(attend(layer, query[0], key[0], value[0]))
+    return as_output(attend(layer, query[0], key[0], padded(value[0], key.shape[-1]))[..., :dim])
 
 
 AttentionInterface.register(SERVE, _serve)

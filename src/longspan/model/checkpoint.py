@@ -112,6 +112,8 @@ def _load(config_dir: Path, form: WeightForm, writer: TensorWriter) -> tuple[Pre
     if not files:
         raise ModelError(f"{config_dir} has no weights: it needs a model.safetensors, or an index of shards")
     types, stored = stored_types(files), weight_format(config_dir)
+    if stored is not None and not types:
+        raise ModelError(f"{config_dir}: weights in {stored.method} are read from safetensors files only: convert them")
     config = load_config(config_dir, form.trust_remote_code)
     try:
         tensors: Mapping[str, Any] = checkpoint_tensors(files, writer)

@@ -154,7 +154,8 @@ def _read(stated: dict[str, Any]) -> WeightFormat:
     method = stated.get("quant_method", "an unnamed method")
     if method not in _READERS:
         raise _UnreadFormatError(method)
-    names = [name for key in ("modules_to_not_convert", "ignored_layers", "ignore") for name in stated.get(key) or ()]
+    lists = [stated.get(key) or [] for key in ("modules_to_not_convert", "ignored_layers", "ignore")]
+    names = [name for given in lists for name in ([given] if isinstance(given, str) else given)]
     patterns = tuple(_pattern(name) for name in names)
     return WeightFormat(method=method, block=_READERS[method](stated), plain=patterns)
 

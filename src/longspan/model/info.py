@@ -52,8 +52,15 @@ class ModelInfo:
 
     @property
     def sizes(self) -> str:
-        """A hash of the sizes that decide how long a step takes. Sinks take no time worth a measurement."""
-        specs = [{name: value for name, value in asdict(spec).items() if name != "has_sinks"} for spec in self.specs]
+        """A hash of the sizes that decide how long a step takes. Sinks take no time worth a measurement.
+
+        Without chunks, it is the hash of versions that knew none, so that their profiles are found.
+        """
+        specs = [asdict(spec) for spec in self.specs]
+        for spec in specs:
+            del spec["has_sinks"]
+            if spec["chunk"] is None:
+                del spec["chunk"]
         sizes = (self.num_layers, self.vocab_size, self.hidden_size, self.layer_weights, specs)
         return hashlib.sha256(msgspec.json.encode(sizes)).hexdigest()[:12]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import resource
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,6 +81,13 @@ def _placed(tensor: Tensor, name: str, offset: int) -> Place:
     return Place(file=name, offset=offset, dtype=dtype, shape=tuple(tensor.shape))
 
 
+def _raise_file_limit() -> None:
+    """Permit as many open files as the system does: each mapping of a long conversion keeps one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 class TensorWriter:
     """Writes the tensors of a model that no file of the checkpoint holds, and finds the places of all tensors.
 
@@ -91,6 +99,7 @@ class TensorWriter:
     """
 
     def __init__(self, path: Path) -> None:
+        _raise_file_limit()
         self._path, self._files = path, list[MappedFile]()
         self.levels: dict[str, Tensor] = {}
 

@@ -148,7 +148,7 @@ def _check_long(model: PreTrainedModel, specs: Sequence[AttnSpec]) -> None:
 
     config = copy.deepcopy(model.config)
     config._attn_implementation = BUILT_WITH  # noqa: SLF001 - as `set_attn_implementation`, unchecked
-    tokens = [0] * _context_length(config)
+    tokens = [0] * _context_length(text_config(config))
     for device in ("meta", "cpu"):
         with torch.device(device), no_init_weights():
             fresh = type(model)(config).eval()
@@ -167,7 +167,7 @@ def _supports_interface(model: PreTrainedModel) -> bool:
 def _probe_specs(model: PreTrainedModel, tokens: Sequence[int], *, by_cache: bool) -> dict[int, AttnSpec]:
     """Run a model with the attention `PROBE`. Return the attention of every layer that calls it."""
     specs: dict[int, AttnSpec] = {}
-    _run(model, tokens, _cache_into(specs, model.config) if by_cache else {"specs": specs})
+    _run(model, tokens, _cache_into(specs, text_config(model.config)) if by_cache else {"specs": specs})
     return specs
 
 
@@ -287,6 +287,8 @@ def _probe(
         return own.attend(module, query, key, value), None
     handed: HandedKv | None = getattr(key, "handed", None)
     if handed is not None:
+        if handed.values.shape != handed.keys.shape:
+            raise _unsupported(f"{type(module).__name__} has values of another size than its keys")
         spec = _read_spec(module, query, handed.keys[None], handed.values[None], attention_mask, arguments)
         return as_output(handed.attend(query[0], spec))
     if specs is None:

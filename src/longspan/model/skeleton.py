@@ -90,7 +90,15 @@ def build_skeleton(
             )
     except ModelError:
         raise
-    except (*_CONFIG_ERRORS, AssertionError) as error:  # torch and transformers assert that sizes fit
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        *_CONFIG_ERRORS,
+        RuntimeError,
+        IndexError,
+        ImportError,
+        AssertionError,
+    ) as error:  # asserted sizes, packages
         raise ModelError(
             f"{config.model_type} is not supported: transformers builds no causal language model from its "
             f"configuration ({one_line(error)})"

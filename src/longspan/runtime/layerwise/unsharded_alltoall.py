@@ -23,6 +23,7 @@ from longspan.attn.member import MemberParts
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import ALLTOALL, WeightSource
 from longspan.core.splits import HeadShare, cut_evenly, split_heads
+from longspan.model.files import ModelError
 from longspan.model.shard import Shard
 from longspan.model.sharding import all_weights, attention_modules, pieces
 from longspan.runtime.batch import Channel
@@ -248,22 +249,27 @@ Layout = Mapping[str, tuple[int, Sequence[tuple[int, int]]]]
 def share_layouts(shard: Shard, layer: int, shapes: Mapping[str, torch.Size]) -> Sequence[Layout]:
     """Return the layout that each rank sends of a layer's attention. `shapes` belong to unsharded parameters.
 
-    All ranks send equally many ranges of a parameter. They send no parameter that every rank has completely.
+    All ranks send equally many ranges of a parameter. They send no parameter that every rank has completely. Raise
+    ModelError if the ranges of all ranks, one kind after the other, are not the whole parameter.
     """
     layouts: list[dict[str, tuple[int, list[tuple[int, int]]]]] = []
     sent_stops: dict[str, list[int]] = {}
+    firsts: dict[str, list[int]] = {}
     for index in range(shard.size):
         layouts.append({})
         for name, shape in shapes.items():
             if (cut := pieces(replace(shard, index=index), f"{shard.attention_path(layer)}.{name}", shape)) is None:
                 continue
             dim, ranges = cut
+            starts = firsts.setdefault(name, [own.start for own in ranges])
             stops, start, slices = sent_stops.setdefault(name, [0] * len(ranges)), 0, []
-            for kind, own in enumerate(ranges):
+            for kind, own in enumerate(ranges if len(ranges) == len(stops) else ()):
                 first = min(len(own), max(0, stops[kind] - own.start))
                 slices.append((start + first, start + len(own)))
                 start, stops[kind] = start + len(own), max(stops[kind], own.stop)
             layouts[-1][name] = dim, slices
+            if len(ranges) != len(stops) or (index == shard.size - 1 and [0, *stops] != [*starts, shape[dim]]):
+                raise ModelError(f"peers cannot join {name}, whose heads are mixed: leave out weights=peers")
     return layouts
 
 
