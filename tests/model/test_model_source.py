@@ -158,7 +158,7 @@ def has_no_length(model: PreTrainedModel) -> None:
     [
         (skips_the_interface, "LlamaForCausalLM: 1 of its 2 layers use transformers' attention interface"),
         (repeats_a_number, "LlamaAttention has attention layers without a number of their own"),
-        (looks_ahead, "LlamaAttention has bidirectional attention; this architecture is not supported"),
+        (looks_ahead, "LlamaAttention has bidirectional attention: this architecture is not supported"),
         (has_no_length, r"config\.json has no max_position_embeddings; add it"),
     ],
 )

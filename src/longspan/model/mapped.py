@@ -82,7 +82,7 @@ def _placed(tensor: Tensor, name: str, offset: int) -> Place:
 
 
 def _raise_file_limit() -> None:
-    """Permit as many open files as the system does: each mapping of a long conversion keeps one."""
+    """Raise the limit of open files to the highest. A long conversion has many mappings, and each keeps one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -52,10 +52,10 @@ def check_supported(config_dir: Path, trust_remote_code: bool) -> None:
 
 def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
-        yield "it is an encoder-decoder model; longspan serves decoder-only ones"
+        yield "it is an encoder-decoder model: longspan serves decoder-only ones"
     config = text_config(config)
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
-        yield f"it has layers of type {', '.join(unknown)}; longspan serves full, sliding-window and chunked attention"
+        yield f"it has layers of type {', '.join(unknown)}: longspan serves full, sliding-window and chunked attention"
     if CHUNKED in (getattr(config, "layer_types", None) or ()) and not getattr(config, "attention_chunk_size", None):
         yield f"it has layers of type {CHUNKED} without an attention_chunk_size"
     if getattr(config, "num_hidden_layers", None) == 0:
@@ -64,18 +64,18 @@ def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
         yield "it compresses keys and values (multi-head latent attention)"
     rope_types = {kind for rope in rope_dicts(config) if (kind := rope.get("rope_type"))}
     if any("dynamic" in kind for kind in rope_types):
-        yield "dynamic RoPE makes a request's result depend on earlier requests; use yarn or longrope scaling"
+        yield "dynamic RoPE makes a request's result depend on earlier requests: use yarn or longrope scaling"
     if "longrope" in rope_types and "rope_type" not in config.rope_parameters:
         yield "it uses longrope in some layers only"
 
 
 def _class_problems(model: PreTrainedModel) -> Iterator[str]:
     if getattr(model, "_is_stateful", False):
-        yield "it has recurrent (Mamba or linear-attention) layers; longspan serves attention only"
+        yield "it has recurrent (Mamba or linear-attention) layers: longspan serves attention only"
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         yield "its class cannot compute the logits of chosen tokens (logits_to_keep)"
     if any(getattr(module, "is_causal", None) is False for module in model.modules()):
-        yield "its attention is bidirectional; longspan serves decoder-only causal language models"
+        yield "its attention is bidirectional: longspan serves decoder-only causal language models"
     if not _supports_interface(model):
         try:
             _all_specs(model)
@@ -127,7 +127,7 @@ def _all_specs(model: PreTrainedModel) -> tuple[tuple[AttnSpec, ...], bool]:
     num_layers: int = text_config(model.config).num_hidden_layers
     if sorted(specs) != list(range(num_layers)):
         raise ModelError(
-            f"{type(model).__name__}: {len(specs)} of its {num_layers} layers use transformers' attention interface; "
+            f"{type(model).__name__}: {len(specs)} of its {num_layers} layers use transformers' attention interface: "
             "longspan needs all of them to"
         )
     ordered = tuple(specs[layer] for layer in range(num_layers))
@@ -319,7 +319,7 @@ class _NoArgumentsError(Exception):
 
 
 def _unsupported(problem: str) -> ModelError:
-    return ModelError(f"{problem}; this architecture is not supported")
+    return ModelError(f"{problem}: this architecture is not supported")
 
 
 AttentionInterface.register(PROBE, _probe)

@@ -125,7 +125,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     own = [layers for layers in lists if any(getattr(part, "config", None) is config for part in layers.modules())]
     for layers in own or lists:
         return layers
-    raise ModelError(f"{type(model).__name__} does not keep its layers in a list; this architecture is not supported")
+    raise ModelError(f"{type(model).__name__} does not keep its layers in a list: this architecture is not supported")
 
 
 def layer_kind(layer: nn.Module) -> Iterator[object]:
