@@ -243,6 +243,13 @@ def test_a_large_model_takes_little_memory(cache: Path) -> None:
 # ---------------------------------------------------------------- verdicts
 
 
+@pytest.mark.parametrize(("name", "parallel"), [("phi-3-mini-128k", "tp2"), ("gpt-oss-20b", "tp8")])
+def test_layouts_of_sizes_that_few_numbers_divide_work(name: str, parallel: str) -> None:
+    """RoPE factors keep the size of heads, and 2,880 divided by a power of two is no multiple of 64."""
+    with config_folder(config(name), trust_remote_code=False) as folder:
+        assert Inspection(EngineArgs(), folder).layout(parallel, ()).reason is None
+
+
 @pytest.mark.parametrize(("name", "reason"), [("deepseek-v3", "latent attention"), ("mamba-2.8b", "")])
 def test_a_refused_model_has_a_reason_and_exit_code_1(
     name: str, reason: str, capsys: pytest.CaptureFixture[str]

@@ -53,7 +53,7 @@ _LENGTHS = {
     "attention_chunk_size": 5,
 }
 """Upper bounds of lengths in tokens, so that prompts of a dozen tokens exceed them."""
-_DIVISORS = (2, 4, 8, 16, 32, 64)
+_DIVISORS = (2, 4, 8, 16, 32, 64, 3, 5, 9, 15, 45)
 _ALIGNED = 8
 """Elements in 16 bytes of bfloat16."""
 _WIDTH = re.compile("(_size|_dim|_rank)$|^d_model$|^d_ff$|^n_embd$|^n_inner$")
@@ -183,6 +183,8 @@ def _divisors(config: PreTrainedConfig, tp: int) -> Iterator[tuple[int, bool]]:
     widths = [width for value in _widths(config).values() for width in (value if isinstance(value, list) else [value])]
     head_dims = [value for name, value in vars(config).items() if name in _HEAD_DIMS and isinstance(value, int)]
     has_lists = any(isinstance(value, list) for rope in rope_dicts(config) for value in rope.values())
+    if has_lists and not head_dims:  # RoPE keeps the size of heads, which would shrink with the hidden size
+        return
     for divisor in _DIVISORS:
         if all(_divides(divisor, width, tp) for width in widths):
             if head_dims and not has_lists and all(_divides(divisor, head_dim, 1) for head_dim in head_dims):
