@@ -118,6 +118,8 @@ def test_recorded_tables_and_panels_equal_new_ones(paper: str) -> None:
     assert {name: json.loads(json.dumps(table._asdict())) for name, table in made.items()}.items() <= KEPT[
         "tables"
     ].items(), "run make claims"
+    if paper == "Seesaw" and not seesaw_serving.ARXIV.exists():
+        pytest.skip("its lengths of arxiv are not on this machine")
     panels = [json.loads(json.dumps(panel.stored())) for panel in claims.PAPERS[paper].panels()]
     assert json.loads(claims.FIGURES.read_text(encoding="utf-8"))[paper] == panels, "run make figures"
 

@@ -22,9 +22,9 @@ from tiny_models import make_tiny
 
 import longspan
 from longspan.args import locations
+from longspan.attn.spec import Visibility
 from longspan.core.cluster import Cluster
 from longspan.core.locations import Location
-from longspan.core.runs import Visibility
 from longspan.core.sampling import SamplingParams
 from longspan.core.sparse import SparseSetting
 from longspan.cost.architecture import ModelShape

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from longspan.attn.spec import Visibility
 from longspan.core.blocks import BlockRef
 from longspan.core.layouts import shard_span
 from longspan.core.owners import Owners
-from longspan.core.runs import Layout, Run, SpanShards, Visibility, clip, coalesce, relate
+from longspan.core.runs import Layout, Run, SpanShards, clip, coalesce, relate
 
 STARTS, LENGTHS, STEPS = st.integers(0, 40), st.integers(0, 9), st.integers(1, 5)
 LAYOUTS: list[Layout] = ["zigzag", "striped", "contiguous", "single"]

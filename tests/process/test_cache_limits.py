@@ -45,7 +45,13 @@ def test_a_cache_that_cannot_be_written_serves_its_models_and_is_named_in_errors
     monkeypatch.setenv("LONGSPAN_CACHE", str(read_only))
     prepare(str(model), dtype="float32")
     before = sorted(read_only.rglob("*"))
-    cases = [(read_only, "float32"), (read_only, "bfloat16"), (full, "float32"), (full, "bfloat16"), (small, "float32")]
+    cases = [
+        (read_only, "float32"),
+        (read_only, "bfloat16"),
+        (full, "float32"),
+        (full, "bfloat16"),
+        (small, "bfloat16"),
+    ]
     python = (sys.executable, "-c", ENGINES, model, *(word for case in cases for word in case))
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-ec", MOUNTS, "sh", *folders, *python],

@@ -18,7 +18,7 @@ from tiny_models import CHUNK, TINY, write_checkpoint
 from transformers import AutoModelForCausalLM
 
 from longspan import SamplingParams
-from longspan.core.runs import Visibility
+from longspan.attn.spec import Visibility
 from longspan.runtime.prompt_attention import hidden_keys
 
 SHARING = {

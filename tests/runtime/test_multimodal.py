@@ -209,7 +209,7 @@ def test_a_lost_weight_of_the_language_model_is_an_error(gemma3: Path) -> None:
 
 def test_another_tensor_is_named_and_towers_are_not(gemma3: Path, caplog: pytest.LogCaptureFixture) -> None:
     prepare(str(gemma3), dtype="float32")
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     file = gemma3 / "model.safetensors"
     save_file(load_file(file) | {"language_model.model.extra": torch.ones(2)}, file, metadata={"format": "pt"})
     prepare(str(gemma3), dtype="float32")

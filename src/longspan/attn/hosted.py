@@ -21,8 +21,8 @@ from torch import Tensor
 from longspan.attn.backends import Partial, merge_each
 from longspan.attn.member import MemberPart, MemberParts, QueryBatch, attend_runs, num_before
 from longspan.attn.paged import KeysAndValues, PagedKv, on_device
-from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Run, Visibility
+from longspan.attn.spec import AttnSpec, Visibility
+from longspan.core.runs import Run
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend

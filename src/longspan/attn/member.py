@@ -16,8 +16,8 @@ from torch import Tensor
 from longspan.attn.backends import Partial, merge_each, nothing_seen
 from longspan.attn.comm import Message
 from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan, Reads, on_device
-from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Relation, Run, SpanShards, Visibility, clip, num_tokens, relate
+from longspan.attn.spec import AttnSpec, Visibility
+from longspan.core.runs import Relation, Run, SpanShards, clip, num_tokens, relate
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend

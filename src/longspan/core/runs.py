@@ -6,7 +6,7 @@ sliding windows and chunks are arithmetic on two runs, so that no mask of length
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,45 +37,6 @@ class Run:
 
 SpanShards = tuple[tuple[Run, ...], ...]
 """The runs of every member of a group, in ring order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Visibility:
-    """The limit of causal attention in a layer: how far back a query sees keys. At most one field is set.
-
-    Attributes:
-        window: sliding window W. A query at position p sees keys from p - W + 1 on.
-        chunk: chunk size C. A query sees keys of its own chunk, from the last multiple of C at or before p on.
-    """
-
-    window: int | None = None
-    chunk: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.window is not None and self.chunk is not None:
-            raise ValueError(f"a layer has a window or chunks, not both: window {self.window}, chunk {self.chunk}")
-
-    def first(self, query: int) -> int:
-        """Return the position of the first key that a query sees."""
-        if self.chunk is not None:
-            return query // self.chunk * self.chunk
-        return 0 if self.window is None else max(0, query - self.window + 1)
-
-    @property
-    def max_keys(self) -> int | None:
-        """The maximum number of keys that a query sees, or None without a limit."""
-        return self.window if self.chunk is None else self.chunk
-
-    def pieces(self, queries: Run) -> Iterator[Run]:
-        """Cut a run of queries at the borders of chunks. All queries of a piece have the same first key."""
-        if self.chunk is None:
-            yield queries
-            return
-        start = queries.start
-        while start < queries.stop:
-            piece = Run(start, min(queries.stop, self.first(start) + self.chunk), queries.step)
-            yield piece
-            start += len(piece) * queries.step
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,12 @@ from torch import Tensor
 from longspan.attn.backends import NOWHERE, with_sinks
 from longspan.attn.paged import Numbers, PagedKv, PagedPlan
 from longspan.attn.paged_splits import NumberBuffer, PagedSplits, max_splits
-from longspan.attn.spec import AttnSpec
+from longspan.attn.spec import AttnSpec, Visibility
 from longspan.model.recording import Action, HostReadError, Recording, Replay, ReplayedStep, WithoutHostReads
 from longspan.model.step import Attend, KvSlots, RecordedSums, Reduce, SampledToken, SingleTokens, put_sampled
 
 if TYPE_CHECKING:
     from longspan.attn.backends.pytorch import AttentionBackend
-    from longspan.core.runs import Visibility
     from longspan.core.steps import Link
 
 _log = logging.getLogger("longspan")

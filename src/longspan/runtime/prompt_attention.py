@@ -19,8 +19,8 @@ from longspan.attn.exchanges import Call
 from longspan.attn.gathered import GatheredPart, by_position
 from longspan.attn.member import MemberPart
 from longspan.attn.paged import PagedKv
-from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Run, SpanShards, Visibility, coalesce, num_tokens, positions
+from longspan.attn.spec import AttnSpec, Visibility
+from longspan.core.runs import Run, SpanShards, coalesce, num_tokens, positions
 from longspan.core.steps import Part, Scored
 
 MAX_QUERIES = 64
