@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from tiny_models import TINY
 from torch import Tensor
+from transformers import Llama4TextConfig
 
 from longspan.model.adapter import Model
 from longspan.model.files import ModelFiles
@@ -65,6 +66,15 @@ def test_matrices_that_other_modules_initialise_are_in_no_file(kind: str, tmp_pa
     drawn, whole = (sum(path.stat().st_size for path in one.weights.parent.glob("*.bin")) for one in (files, written))
     assert drawn < whole / 2
     assert cache in files.weights.parents
+
+
+def test_experts_that_a_class_makes_as_zeros_take_no_memory(tmp_path: Path) -> None:
+    """Those of this configuration would take 2 TB."""
+    folder = tmp_path / "model"
+    text = {"hidden_size": 8192, "intermediate_size": 8192, "num_hidden_layers": 4, "num_local_experts": 1024}
+    Llama4TextConfig(**text, num_attention_heads=8, num_key_value_heads=8, head_dim=64).save_pretrained(folder)
+    files = prepare(str(folder), dtype="bfloat16", load_format="dummy", device="cuda")
+    assert read_info(files.weights).num_layers == 4
 
 
 def test_matrices_follow_their_names_and_the_seed(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ from longspan.model.store import DESCRIPTION, DTYPES, TENSORS, Description, Matr
 
 _MATRIX = 2
 """The minimum number of dimensions of a matrix, or of a stack of matrices."""
+_LARGE = 2**24
+"""Elements of a matrix of zeros that holds weights. Llama 4 makes its experts as zeros."""
 _DEVIATION = 0.02
 """The standard deviation of new weights if the configuration states none."""
 _LOAD_ERRORS = (
@@ -218,7 +220,10 @@ def _leaf(name: str) -> str:
 
 
 class _NoMemory(TorchFunctionMode):
-    """Lets all elements of a new, empty matrix share one number, so that a large model takes no memory."""
+    """Lets all elements of a new, empty matrix share one number, so that a large model takes no memory.
+
+    Small matrices of zeros are left as they are, since buffers may be filled later.
+    """
 
     def __torch_function__(
         self,
@@ -230,11 +235,11 @@ class _NoMemory(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is Tensor.copy_ and not any(args[0].stride()):  # of a convolution
             return args[0]
-        if function is not torch.empty:
+        if function not in (torch.empty, torch.zeros):
             return function(*args, **kwargs)
         described = torch.empty(*args, **{**kwargs, "device": "meta"})
-        if described.ndim < _MATRIX:
-            return torch.empty(*args, **kwargs)
+        if described.ndim < _MATRIX or (function is torch.zeros and described.numel() < _LARGE):
+            return function(*args, **kwargs)
         return torch.zeros((), dtype=described.dtype).expand(described.shape)
 
 

@@ -197,7 +197,7 @@ def _cache_into(specs: dict[int, AttnSpec], config: PreTrainedConfig) -> Mapping
     return {"past_key_values": RecordingKv(specs, stated_kv_heads=stated, context_length=length)}
 
 
-_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 _MATRIX = 2
 
 
@@ -217,9 +217,9 @@ class NoProducts(TorchFunctionMode):
         if function is functional.linear:
             x, weight = args[:2]
             return x.mean(-1, keepdim=True).expand(*x.shape[:-1], len(weight)).clone()
-        if function in _PRODUCTS and args[1].ndim == _MATRIX:
+        if function in _PRODUCTS and (args[1].ndim == _MATRIX or isinstance(args[1], nn.Parameter)):  # not of heads
             x, weight = args
-            return x.mean(-1, keepdim=True).expand(*x.shape[:-1], weight.shape[1]).clone()
+            return x.mean(-1, keepdim=True).expand(*x.shape[:-1], weight.shape[-1]).clone()
         if function is functional.embedding:
             tokens, weight = args[:2]
             return tokens[..., None].to(weight.dtype).expand(*tokens.shape, weight.shape[1]).clone()

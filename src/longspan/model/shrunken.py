@@ -182,14 +182,19 @@ def _divisors(config: PreTrainedConfig, tp: int) -> Iterator[tuple[int, bool]]:
     yield 1, False
     widths = [width for value in _widths(config).values() for width in (value if isinstance(value, list) else [value])]
     head_dims = [value for name, value in vars(config).items() if name in _HEAD_DIMS and isinstance(value, int)]
-    has_lists = any(isinstance(value, list) for rope in rope_dicts(config) for value in rope.values())
-    if has_lists and not head_dims:  # RoPE keeps the size of heads, which would shrink with the hidden size
-        return
+    lists = [value for rope in rope_dicts(config) for value in rope.values() if isinstance(value, list)]
     for divisor in _DIVISORS:
         if all(_divides(divisor, width, tp) for width in widths):
-            if head_dims and not has_lists and all(_divides(divisor, head_dim, 1) for head_dim in head_dims):
+            heads_shrink = all(_is_section(value) and not any(n % divisor for n in value) for value in lists)
+            if head_dims and heads_shrink and all(_divides(divisor, head_dim, 1) for head_dim in head_dims):
                 yield divisor, True
-            yield divisor, False
+            if head_dims or heads_shrink:  # heads without a size of their own shrink with the hidden size
+                yield divisor, False
+
+
+def _is_section(value: list[object]) -> bool:
+    """Return True for numbers of dimensions, as in `mrope_section`. Other lists of RoPE have a factor per dimension."""
+    return all(type(number) is int for number in value)
 
 
 def _divides(divisor: int, width: int, tp: int) -> bool:
@@ -235,8 +240,11 @@ def _small_config(
             changes[name] = value % _VOCAB_SIZE
     for name, value in changes.items():
         setattr(own, name, value)
+    heads_shrink = with_heads or not any(type(getattr(own, name, None)) is int for name in _HEAD_DIMS)
     for rope in rope_dicts(own):
         assert isinstance(rope, dict), "the copy's own"
+        sections = [name for name, value in rope.items() if isinstance(value, list) and _is_section(value)]
+        rope.update({name: [number // divisor for number in rope[name]] for name in sections if heads_shrink})
         rope.update({name: min(rope[name], top) for name, top in _LENGTHS.items() if isinstance(rope.get(name), int)})
     return small
 
