@@ -83,9 +83,8 @@ def _placed(tensor: Tensor, name: str, offset: int) -> Place:
 
 def _raise_file_limit() -> None:
     """Raise the limit of open files to the highest. A long conversion has many mappings, and each keeps one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class TensorWriter:

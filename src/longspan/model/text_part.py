@@ -23,12 +23,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from longspan.model.files import ModelError, one_line
+from longspan.model.files import FAILURES, ModelError, one_line
 from longspan.model.probe import PROBE
 from longspan.model.skeleton import decoder_layers, text_config, trunk_path
 
 _MAPPINGS = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
-_RUN_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError, AssertionError)
+_RUN_ERRORS = (*FAILURES, AssertionError)
 _NO_MASK = "longspan_no_mask"
 """A name for which transformers makes no mask, which needs values that the meta device has not."""
 _building = Lock()

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from longspan.attn.spec import AttnSpec
+from longspan.model.files import FAILURES
 from longspan.model.roles import LayerRoles, Role, Sums
 from longspan.model.skeleton import decoder_layers, layer_kind
 from longspan.model.stages import recorded_arguments
 
-_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError, AssertionError)
+_FAILURES = (*FAILURES, AssertionError)
 """The exceptions of a layer that cannot be run with marked outputs. Its matrices have no roles then."""
 
 
