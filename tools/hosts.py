@@ -90,8 +90,16 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *(os.fspath(part) for part in command)]
 
     def popen(self, *command: str | os.PathLike[str], **options: Any) -> subprocess.Popen[bytes]:  # noqa: ANN401
-        """Start a process on this host, with options of `subprocess.Popen`. The end of the network kills it."""
-        return subprocess.Popen(self.command(*command), **options)
+        """Start a process on this host, with options of `subprocess.Popen`. The end of the network kills it.
+
+        The end of the network finds only processes that have entered the namespace, so this call waits for the entry.
+        """
+        process: subprocess.Popen[bytes] = subprocess.Popen(self.command(*command), **options)
+        network = Path("/run/netns", self.namespace).stat().st_ino
+        with suppress(FileNotFoundError):  # the process has ended
+            while process.poll() is None and Path(f"/proc/{process.pid}/ns/net").stat().st_ino != network:
+                time.sleep(0.001)
+        return process
 
     def run(
         self, *command: str | os.PathLike[str], timeout_s: float = 60.0, check: bool = True
