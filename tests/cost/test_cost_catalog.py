@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ HARDWARE = (
     "a10",
     "l4",
     "a40",
+    "b200-sxm",
+    "gb200",
+    "h20",
+    "l40s",
+    "rtx-4090",
+    "rtx-5090",
+    "mi300x",
 )
 TINY = {
     "model_type": "llama",
@@ -87,6 +95,25 @@ def test_devices_are_those_of_their_data_sheets() -> None:
     assert a100.peak("float32") == 1.95e13  # not TF32, which PyTorch uses only when told to
 
 
+@pytest.mark.parametrize("name", catalog.names("hardware"))
+def test_narrower_products_are_never_slower(name: str) -> None:
+    device = catalog.device(name)
+    for narrow in (device.fp8_flops_per_s, device.fp4_flops_per_s, device.int8_flops_per_s):
+        assert narrow == 0 or narrow >= 1.99 * device.flops_per_s > 1.98 * device.fp32_flops_per_s
+
+
+@pytest.mark.parametrize("name", catalog.names("hardware"))
+def test_every_generation_uses_measured_constants(name: str) -> None:
+    measured = catalog.device(name).measured_generation
+    assert replace(catalog.device(name), generation=measured).measured_generation == measured
+    assert not source_of("generations", measured).startswith("assumed")
+
+
+def test_devices_with_measured_constants_say_so() -> None:
+    measured = {name for name in catalog.names("hardware") if ". Measured: " in source_of("hardware", name)}
+    assert measured == {"a100-sxm-80g", "h100-sxm-80g", "a40", "b200-sxm", "l40s"}
+
+
 @pytest.mark.parametrize("name", [name for name in catalog.names("hardware") if not name.startswith("cpu")])
 def test_float32_peak_is_two_operations_per_core_and_clock(name: str) -> None:
     """Of 64 cores per multiprocessor in GA100, 128 in all later ones, at most an eighth above the given clock."""
@@ -125,7 +152,7 @@ def test_the_slow_links_of_the_papers() -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"hardware 'b200' is unknown: choose from a100-sxm-80g, .*, a40"):
+    with pytest.raises(ValueError, match=r"hardware 'b200' is unknown: choose from a100-sxm-80g, .*b200-sxm is similar"):
         catalog.device("b200")
     with pytest.raises(ValueError, match=r"link 'wifi' is unknown: choose from nvlink2, "):
         catalog.link("wifi")

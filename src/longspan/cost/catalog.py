@@ -109,9 +109,9 @@ class Device:
     """A kind of device, from its data sheet.
 
     Attributes:
-        flops_per_s, fp8_flops_per_s, fp32_flops_per_s: speed of dense matrix products in 16, 8 and 32 bits (without
-            TF32). 0 if the device does not support them.
-        int8_flops_per_s, fp4_flops_per_s: speed with 8-bit integers, and with 4-bit floats.
+        generation: an entry of generations.toml, such as `hopper`.
+        flops_per_s, fp8_flops_per_s, fp4_flops_per_s, int8_flops_per_s, fp32_flops_per_s: speed of dense matrix
+            products in each precision, 16 bits first. TF32 is not used. 0 if the device does not support it.
         bytes_per_s: speed of its memory.
         units: number of tiles of a matrix product that it computes at once.
         clock_hz: clock of the units.
@@ -119,11 +119,12 @@ class Device:
     """
 
     name: str
+    generation: str
     flops_per_s: float
     fp8_flops_per_s: float
-    fp32_flops_per_s: float
-    int8_flops_per_s: float
     fp4_flops_per_s: float
+    int8_flops_per_s: float
+    fp32_flops_per_s: float
     bytes_per_s: float
     memory_bytes: float
     units: int
@@ -131,6 +132,12 @@ class Device:
     link: str
     bus: str
     network: str
+
+    @property
+    def measured_generation(self) -> str:
+        """The generation whose measured constants the device uses: see generations.toml."""
+        constants: str = _entry("generations", "generation", self.generation)["constants"]
+        return constants
 
     @property
     def is_host(self) -> bool:
@@ -194,11 +201,12 @@ def device(name: str) -> Device:
     entry = _entry("hardware", "hardware", name)
     return Device(
         name=name,
+        generation=entry["generation"],
         flops_per_s=entry["tflops"] * 1e12,
-        fp8_flops_per_s=entry["tflops_fp8"] * 1e12,
-        fp32_flops_per_s=entry["tflops_fp32"] * 1e12,
-        int8_flops_per_s=entry.get("tflops_int8", 2 * entry["tflops"]) * 1e12,
+        fp8_flops_per_s=entry.get("tflops_fp8", 0) * 1e12,
         fp4_flops_per_s=entry.get("tflops_fp4", 0) * 1e12,
+        int8_flops_per_s=entry.get("tflops_int8", 0) * 1e12,
+        fp32_flops_per_s=entry["tflops_fp32"] * 1e12,
         bytes_per_s=entry["memory_gbytes_per_s"] * 1e9,
         memory_bytes=entry["memory_gib"] * 2**30,
         units=entry["units"],
@@ -229,7 +237,7 @@ def model_config(name: str) -> dict[str, Any]:
     return dict(_entry("models", "model", name))
 
 
-def names(file: Literal["hardware", "links", "models"]) -> tuple[str, ...]:
+def names(file: Literal["generations", "hardware", "links", "models"]) -> tuple[str, ...]:
     return tuple(_table(file))
 
 
