@@ -212,7 +212,7 @@ def test_expert_parallelism_computes_fewer_wider_products_and_sends_each_token_t
 
 
 def test_the_bytes_of_the_all_to_all_by_hand() -> None:
-    """A token with 4 of 16 experts on 4 ranks needs 4 * (1 - (3/4)^4) of them, three quarters of which are not the sender."""
+    """A token with 4 of 16 experts on 4 ranks needs 4 * (1 - (3/4)^4) ranks, and is on one of them."""
     model = whole(from_config(TINY | {"hidden_size": 8192, "num_attention_heads": 64}, name="tiny"))
     line, tokens = on(model, "tp4"), 65536
     sent = tokens / 4 * 4 * (1 - 0.75**4) * 0.75 * 8192 * 2
