@@ -46,11 +46,12 @@ from longspan.core.layouts import shard_span
 from longspan.core.runs import SpanShards
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
-from longspan.cost.catalog import Attention, Device, Efficiency, LinearCurve, Link, StreamCurve
+from longspan.cost.catalog import Attention, Device, Efficiency, LinearCurve, StreamCurve
 from longspan.cost.channels import Channel, Shares, shares_of
 from longspan.cost.csa_pipeline import Members
 from longspan.cost.csa_price import time_share
 from longspan.cost.forward import Breakdown, Roofline
+from longspan.cost.links import link_of
 from longspan.cost.profile import Prefill, Profile
 from longspan.cost.roofline import Layer
 from longspan.cost.step_cost import rates_of_roofline
@@ -286,6 +287,7 @@ class Prediction:
                 linear=LinearCurve(compute=1.0, half_wave=0, half_depth=0, memory=1.0, smooth=1, start_us=0),
                 stream=StreamCurve(norm=_ENDLESS, rotary=_ENDLESS, activation=_ENDLESS, add=1.0, start_us=0),
                 host_smooth=4,
+                compiled_us=0,
                 attention={"flash": zero, "eager": zero},
             ),
             attention=zero,
@@ -333,15 +335,9 @@ class Prediction:
         """Return the cost model. A limited link sends the first bytes of each message at once."""
         speed = self.speeds[rate]
         latency_s = _LATENCY_S - (0 if rate is None else burst_bytes(rate) / speed)
-        link = Link(
-            where="between",
-            nominal_bytes_per_s=speed,
-            bytes_per_s=speed,
-            ring_bytes_per_s=speed,
-            shared=True,
-            latency_s=latency_s,
-            collective_s=latency_s,
-        )
+        microseconds = 1e6 * latency_s
+        fields = {"where": "between", "gbytes_per_s": speed / 1e9, "achieved": 1, "collective": 1, "per": "host"}
+        link = link_of("limited", {**fields, "latency_us": microseconds, "collective_us": microseconds}, {})
         topology = Topology(tp=1, gpus_per_host=1, inside=link, between=link, hosts=(0, 1))
         layer = Layer(model=self.model, device=self.device, efficiency=self.efficiency, attention=self.attention, tp=1)
         return Roofline(layer=layer, topology=topology, stages=(range(self.model.attention.num_layers),), hops=())

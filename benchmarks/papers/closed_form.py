@@ -35,7 +35,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from longspan.cost import catalog
 from longspan.cost.estimate import full_step
 from longspan.cost.forward import Roofline
 from longspan.errors import ParameterError
@@ -251,10 +250,10 @@ def pair_throughput(
 def _swap_s(line: Roofline, tokens: float) -> float:
     """Return the seconds of KV copies between an instance and its host, each device over its own bus."""
     num_bytes = tokens * line.layer.kv_bytes * max(map(len, line.stages))
-    return num_bytes / catalog.link(line.layer.device.bus).bytes_per_s
+    return num_bytes / line.layer.device.bus.bytes_per_s
 
 
 def _weights_s(line: Roofline) -> float:
     """Return the seconds of the largest weight copy of a device over its bus."""
     num_bytes = max(map(line.layer.model.stage_bytes, line.stages)) / line.layer.tp
-    return num_bytes / catalog.link(line.layer.device.bus).bytes_per_s
+    return num_bytes / line.layer.device.bus.bytes_per_s

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
+from longspan.cost.catalog import Device
 from longspan.cost.config_fields import stored_formats
 from longspan.cost.precision import Precision
 from longspan.cost.profile import Profile
@@ -81,7 +83,7 @@ def make_experiment(
     scheduling = replace(scheduling, csa=csa_settings(scheduling.csa, model))
     if cluster.profile is None:
         sizes = read_architecture(model, cluster)
-        return computed_experiment(sizes, cluster, scheduling, faults)
+        return computed_experiment(sizes, read_device(cluster.hardware), cluster, scheduling, faults)
     profile = _read_profile(cluster.profile)
     key = profile.profile_key
     if _last_name(model) != _last_name(key.model):  # the profiled machine may use another folder
@@ -135,6 +137,29 @@ def read_architecture(model: str, spec: HardwareSpec = HardwareSpec()) -> Archit
     if sizes.experts is None:
         raise ParameterError("expert_parallel", f"is for mixtures of experts, but {model} has none: leave it out", True)
     return replace(sizes, experts=replace(sizes.experts, are_whole=True))
+
+
+def read_device(hardware: str | None) -> Device:
+    """Read a device by its name in the catalog, or from a TOML or JSON file with the fields of hardware.toml.
+
+    Raises:
+        ParameterError: for an unknown name, an unreadable file, or an invalid field.
+    """
+    if hardware is None:
+        raise ParameterError("hardware", "must be a name that longspan estimate knows, if no `profile` is given")
+    path = Path(hardware).expanduser()
+    if hardware in catalog.names("hardware") or path.suffix not in (".toml", ".json"):
+        return catalog.device(hardware)
+    from longspan.cost.user_device import user_device  # noqa: PLC0415 - most devices are known
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        fields = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ParameterError("hardware", unread(path, error), hardware) from None
+    if not isinstance(fields, dict):
+        raise ParameterError("hardware", f"{hardware!r} must be a JSON object with the fields of a device", hardware)
+    return user_device(path.stem, fields, hardware)
 
 
 def resolved_dtype(model: str, dtype: Dtype) -> Dtype:

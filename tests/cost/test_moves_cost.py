@@ -71,7 +71,7 @@ def test_moves_of_different_sources_run_concurrently() -> None:
 @pytest.mark.parametrize("way", ["out", "in"])
 def test_all_ranks_of_an_instance_copy_to_and_from_its_host_at_once(way: MoveWay) -> None:
     """Concurrently with moves in the other direction, and to other instances."""
-    found, bus = cost(), catalog.link(catalog.device(HOSTS.hardware).bus)
+    found, bus = cost(), HOSTS.device.bus
     pairs = [(BlockRef(16, block), BlockRef(20, block)) for block in range(100)]
     copies = tuple(pairs if way == "out" else [pair[::-1] for pair in pairs])
     flows = found.flows(MoveKV(number=1, request_id=0, copies=copies, way=way))
@@ -94,7 +94,7 @@ def test_keys_on_a_host_come_over_the_bus(spec: str) -> None:
         without, with_some = (seconds_of(found, step)[0] for step in steps)
         return with_some - without
 
-    bus = catalog.link(catalog.device(HOSTS.hardware).bus)
+    bus = HOSTS.device.bus
     assert more_s(1, 512 * BLOCK) == pytest.approx(512 * BLOCK * TOKEN_BYTES / bus.bytes_per_s / tp, rel=1e-6)
     assert more_s(8192, 512 * BLOCK) == 0.0, "attention takes longer"
     assert 0.0 < more_s(2, 512 * BLOCK) < more_s(1, 512 * BLOCK)

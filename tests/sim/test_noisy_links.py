@@ -37,10 +37,7 @@ def prefill_s(model: Roofline, exchange: Exchange) -> float:
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_equal_noise_on_all_links_is_a_slower_link(name: str, hosts: int) -> None:
     quiet, exchange = line(hosts), exchange_of(name)
-    links = (
-        replace(link, bytes_per_s=link.bytes_per_s * SLOW, ring_bytes_per_s=link.ring_bytes_per_s * SLOW)
-        for link in (quiet.topology.inside, quiet.topology.between)
-    )
+    links = (link.at(link.nominal_bytes_per_s * SLOW) for link in (quiet.topology.inside, quiet.topology.between))
     slow = replace(quiet, topology=replace(quiet.topology, **dict(zip(("inside", "between"), links, strict=True))))
     noisy = replace(quiet, topology=replace(quiet.topology, speed=lambda *_: SLOW))
     assert prefill_s(noisy, exchange) == pytest.approx(prefill_s(slow, exchange), rel=1e-12)

@@ -60,7 +60,13 @@ def _fractions(text: str) -> Fractions:
 def estimate(
     model: NameArgument,
     *,
-    hardware: Annotated[str, _cluster("A device such as h100-sxm-80g. An unknown name lists all.")],
+    hardware: Annotated[
+        str,
+        _cluster(
+            "A device such as h100-sxm-80g, or a .toml or .json file of one. An unknown name lists all.",
+            metavar="NAME|FILE",
+        ),
+    ],
     gpus_per_host: Annotated[int, _cluster("Devices of each host.")] = 8,
     hosts: Annotated[int, _cluster("Number of hosts.")] = 1,
     parallel: Annotated[str, _work("N or [Nx][tpT][ppP]: N instances of T * P devices each.", metavar="SPEC")] = "1",
@@ -105,13 +111,14 @@ def estimate(
     from longspan.cost.topology import Devices  # noqa: PLC0415
     from longspan.csa_file import csa_settings  # noqa: PLC0415
     from longspan.sim.resolved import Fleet, ResolvedCluster  # noqa: PLC0415
-    from longspan.simulation import read_architecture  # noqa: PLC0415
+    from longspan.simulation import read_architecture, read_device  # noqa: PLC0415
 
     spec = parse_parallel(parallel)
     link, rate = hardware_spec.link, hardware_spec.link_gbytes_per_s
-    devices = Devices(hardware=hardware, gpus_per_host=gpus_per_host, hosts=hosts, link=link, link_gbytes_per_s=rate)
+    device = read_device(hardware)
+    devices = Devices(hardware=device, gpus_per_host=gpus_per_host, hosts=hosts, link=link, link_gbytes_per_s=rate)
     sizes = read_architecture(model, hardware_spec)
-    [cost] = rooflines(sizes, devices, spec, hardware_spec.attention or "flash")
+    [cost] = rooflines(sizes, devices, spec, hardware_spec.attention or "flash", launch=hardware_spec.launch)
     size, auto = spec.num_instances, RING_KV if phase == "prefill" else RING_Q
     chosen = auto if exchange == "auto" else exchange_of(exchange)
     if csa != "off":
@@ -121,7 +128,8 @@ def estimate(
     if phase == "prefill":
         result = estimate_prefill(cost, size, chosen, context, cached, fractions=fractions, batch=batch)
         if csa != "off":
-            steps = RooflineCost(sizes, devices, spec.on_hosts(gpus_per_host), block_size=1)
+            placed = spec.on_hosts(gpus_per_host)
+            steps = RooflineCost(sizes, devices, placed, block_size=1, launch=hardware_spec.launch)
             drops = _drops(csa_settings(csa, model), chosen, steps, cached, context)
             pairs = batch * (context - cached) * (context + cached + 1) / 2
             flops = attention_flops(sizes.attention, pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
@@ -10,11 +11,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from longspan.cost.links import Link, link_of
 from longspan.cost.precision import Format, Products, products_of
 from longspan.errors import ParameterError
 
 Kernels = Literal["flash", "eager"]
 """Attention is fused, or made of separate operators over a matrix of scores."""
+Launch = Literal["eager", "graph", "compiled"]
+"""The modelled engine launches operators one by one, decode steps as recorded graphs, or prompts compiled, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +99,14 @@ class Efficiency:
 
     Attributes:
         host_smooth: sharpness of the transition between the host's launch time and the device's time.
+        compiled_us: a compiled engine's time to launch a layer of a prompt.
         attention: constants of attention by kernels.
     """
 
     linear: LinearCurve
     stream: StreamCurve
     host_smooth: float
+    compiled_us: float
     attention: dict[Kernels, Attention]
 
 
@@ -115,7 +121,7 @@ class Device:
         bytes_per_s: speed of its memory.
         units: number of tiles of a matrix product that it computes at once.
         clock_hz: clock of the units.
-        link, bus, network: names of the links between devices of a host, to the host's memory, and between hosts.
+        link, bus, network: the links between devices of a host, to the host's memory, and between hosts.
     """
 
     name: str
@@ -129,9 +135,9 @@ class Device:
     memory_bytes: float
     units: int
     clock_hz: float
-    link: str
-    bus: str
-    network: str
+    link: Link
+    bus: Link
+    network: Link
 
     @property
     def measured_generation(self) -> str:
@@ -142,7 +148,7 @@ class Device:
     @property
     def is_host(self) -> bool:
         """Whether the device uses its host's memory."""
-        return self.bus == "shared-memory"
+        return self.bus.name == "shared-memory"
 
     def peak(self, weights: Format) -> float:
         """Return the operations per second of products with weights in a format.
@@ -167,38 +173,13 @@ class Device:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """A link inside a host, or between hosts.
-
-    Attributes:
-        nominal_bytes_per_s: nominal speed one way, of a device, or of a host if its devices share the link.
-        bytes_per_s: achieved speed of large messages between two devices.
-        ring_bytes_per_s: achieved speed of rings of messages, as in collectives.
-        latency_s: seconds of the smallest message.
-        collective_s: seconds of the smallest collective. Between hosts, the increase per doubling of hosts.
-    """
-
-    where: Literal["inside", "between"]
-    nominal_bytes_per_s: float
-    bytes_per_s: float
-    ring_bytes_per_s: float
-    shared: bool
-    latency_s: float
-    collective_s: float
-
-    def send_s(self, num_bytes: float, flows: int = 1) -> float:
-        """Return the seconds of a message, one of `flows` concurrent messages of a host."""
-        return self.latency_s + num_bytes / self.flow(flows)
-
-    def flow(self, flows: int) -> float:
-        """Return the bytes per second of each of `flows` concurrent messages of a host."""
-        return self.bytes_per_s / flows if self.shared else self.bytes_per_s
-
-
 def device(name: str) -> Device:
     """Return a device by its name, such as `a100-sxm-80g`. Raise ValueError with all names for an unknown name."""
-    entry = _entry("hardware", "hardware", name)
+    return device_of(name, _entry("hardware", "hardware", name), link)
+
+
+def device_of(name: str, entry: Mapping[str, Any], link: Callable[[str], Link]) -> Device:
+    """Make a device from the fields of its data sheet, and a function that returns a link by its name."""
     return Device(
         name=name,
         generation=entry["generation"],
@@ -211,25 +192,21 @@ def device(name: str) -> Device:
         memory_bytes=entry["memory_gib"] * 2**30,
         units=entry["units"],
         clock_hz=entry["clock_ghz"] * 1e9,
-        link=entry["link"],
-        bus=entry["bus"],
-        network=entry["network"],
+        link=link(entry["link"]),
+        bus=link(entry["bus"]),
+        network=link(entry["network"]),
     )
 
 
-def link(name: str, bytes_per_s: float | None = None) -> Link:
-    """Return a link by its name, such as `nvlink3`, with another nominal speed if it is given."""
-    entry = _entry("links", "link", name)
-    nominal = entry["gbytes_per_s"] * 1e9 if bytes_per_s is None else bytes_per_s
-    return Link(
-        where=entry["where"],
-        nominal_bytes_per_s=nominal,
-        bytes_per_s=nominal * entry["achieved"],
-        ring_bytes_per_s=nominal * entry["collective"],
-        shared=entry.get("per") == "host",
-        latency_s=entry["latency_us"] * 1e-6,
-        collective_s=entry["collective_us"] * 1e-6,
-    )
+@cache
+def link(name: str) -> Link:
+    """Return a link by its name, such as `nvlink3`. Raise ValueError with all names for an unknown name."""
+    return link_of(name, _entry("links", "link", name), link_table())
+
+
+def link_table() -> dict[str, dict[str, Any]]:
+    """Return the fields of all links by name."""
+    return _table("links")
 
 
 def model_config(name: str) -> dict[str, Any]:
@@ -289,6 +266,7 @@ def efficiency() -> Efficiency:
         linear=LinearCurve(**table["linear"]),
         stream=StreamCurve(**table["stream"]),
         host_smooth=table["host"]["smooth"],
+        compiled_us=table["host"]["compiled_us"],
         attention={"flash": Attention(**table["flash"]), "eager": Attention(**table["eager"])},
     )
 

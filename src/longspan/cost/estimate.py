@@ -13,7 +13,6 @@ from longspan.core.exchange import CHAIN, LOCAL, Exchange, decoding
 from longspan.core.layouts import shard_span
 from longspan.core.runs import Run, chunk_tokens
 from longspan.core.splits import cut_evenly
-from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, exchanged_bytes, shares_of
 from longspan.cost.forward import Breakdown, Roofline, pipelined_s
@@ -287,7 +286,7 @@ def host_kv(model: Roofline, instances: int, num_hosts: int, gib: float, context
     token_bytes = shape.kv_bytes * shape.num_layers
     if not gib * 2**30 >= token_bytes:
         raise ParameterError("host_kv_gib", f"{gib:g} holds no token of {token_bytes:,.0f} bytes: allow more", gib)
-    bus, num_devices = catalog.link(layer.device.bus), instances * layer.tp * len(model.stages)
+    bus, num_devices = layer.device.bus, instances * layer.tp * len(model.stages)
     fetch_s = bus.latency_s + batch * context * token_bytes / (num_devices * bus.bytes_per_s)
     return HostKv(tokens=int(num_hosts * gib * 2**30 // token_bytes), fetch_s=fetch_s)
 

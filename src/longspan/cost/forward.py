@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, pairwise, repeat
 from operator import add, attrgetter
 
 from longspan.core.cluster import Cluster
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
-from longspan.cost.catalog import Efficiency, Kernels, Link
+from longspan.cost.catalog import Efficiency, Kernels, Launch
 from longspan.cost.channels import (
     Channel,
     ExchangeCost,
@@ -21,9 +21,11 @@ from longspan.cost.channels import (
     copies_s,
     cost_of,
 )
+from longspan.cost.links import Link
 from longspan.cost.partitions import Member, skewed
 from longspan.cost.roofline import Layer
 from longspan.cost.topology import Devices, Topology
+from longspan.errors import ParameterError
 
 
 @dataclass(slots=True)
@@ -96,6 +98,7 @@ class Roofline:
     Attributes:
         stages: the layers of each pipeline stage of an instance.
         hops: the slowest link of hidden states from each stage to the next.
+        launch: how the engine launches operators. No engine compiles prompts that several instances share.
         costs: costs of exchanges that replace the registered ones, for other systems with the same exchanges.
     """
 
@@ -103,6 +106,7 @@ class Roofline:
     topology: Topology
     stages: Sequence[range]
     hops: Sequence[Link]
+    launch: Launch = "compiled"
     costs: Mapping[str, ExchangeCost] = field(default_factory=dict)
     _known: dict[tuple[float, float], Breakdown] = field(default_factory=dict, repr=False)
 
@@ -128,7 +132,7 @@ class Roofline:
                 _add(times, dict.fromkeys(channel.group, self._exchanged(channel)))
         for channel in chains:
             self._chain(channel, times)
-        if self.layer.attention.unfused or not all(channel.decode for channel in channels):
+        if self.launch == "eager" or not all(channel.decode for channel in channels):
             _add(times, self._waiting_for_host(times, channels))
         return times
 
@@ -201,7 +205,8 @@ class Roofline:
                 continue
             kind = messages[instance], computed.total_s
             if kind not in alike:
-                host_s = num_layers * layer.host_s(messages[instance])
+                compiled = self.launch == "compiled" and not messages[instance]
+                host_s = num_layers * layer.host_s(messages[instance], compiled=compiled)
                 waiting_s = float((computed.total_s**smooth + host_s**smooth) ** (1 / smooth)) - computed.total_s
                 alike[kind] = Breakdown(launch_s=waiting_s)
             waiting[instance] = alike[kind]
@@ -251,11 +256,13 @@ def rooflines(
     cluster: Cluster,
     kernels: Kernels = "flash",
     constants: Efficiency | None = None,
+    launch: Launch | None = None,
 ) -> tuple[Roofline, ...]:
     """Return the cost model of each role: of all instances, or of prefill instances and of decode instances.
 
     Args:
         constants: efficiency constants that replace efficiency.toml.
+        launch: how the engine launches operators. None is `compiled`, or `eager` for kernels `eager`.
 
     Raises:
         ValueError: for unknown names, more ranks than devices, or heads that these ranks cannot share.
@@ -272,18 +279,23 @@ def rooflines(
             raise ValueError(
                 f"tp({spec.tp}) ranks cannot share {model.attention.num_heads} query heads: use a smaller tp"
             )
+    launch = launch or ("eager" if kernels == "eager" else "compiled")
+    if kernels == "eager" != launch:
+        problem = f"{launch} needs fused attention: leave it out, or choose attention flash"
+        raise ParameterError("launch", problem, launch)
     constants = constants or catalog.efficiency()
     inside, between = devices.links()
-    device, attention = catalog.device(devices.hardware), constants.attention[kernels]
+    device, attention = devices.device, constants.attention[kernels]
     per_host, located = devices.gpus_per_host, cluster if cluster.locations else cluster.on_hosts(devices.gpus_per_host)
     located = located.with_layers(model.attention.num_layers, model.head_layers)
     hosts = [located.hosts[located.rank(instance)] for instance in located.instances]
     lines = []
     for spec, role in zip(specs, (located.prefill, located.decode), strict=False):
-        topology = Topology(tp=spec.tp, gpus_per_host=per_host, inside=inside, between=between, hosts=hosts)
+        places = Topology(tp=spec.tp, gpus_per_host=per_host, inside=inside, between=between, hosts=hosts)
+        topology = replace(places, kernels=launch != "eager")
         layer = Layer(model=model, device=device, efficiency=constants, attention=attention, tp=spec.tp)
         stages = [located.layers(role[0], stage) for stage in range(spec.pp)]
         ranks_hosts = [[located.hosts[located.rank(i, stage)] for i in role] for stage in range(spec.pp)]
         hops = [inside if here == there else between for here, there in pairwise(ranks_hosts)]
-        lines.append(Roofline(layer=layer, topology=topology, stages=stages, hops=hops))
+        lines.append(Roofline(layer=layer, topology=topology, stages=stages, hops=hops, launch=launch))
     return tuple(lines)

@@ -234,14 +234,15 @@ class Layer:
         product_s = linear_s(self, tokens, shape.hidden_size, outputs, self.precision.activations)
         return product_s + self._norm_s(tokens)
 
-    def host_s(self, messages: int) -> float:
+    def host_s(self, messages: int, *, compiled: bool = False) -> float:
         """Return the seconds in which the host launches the operators of the layer, and of `messages` to peers.
 
         Fewer KV heads than query heads are repeated, keys and values apart; with fused code `launch_us` is 0.
         """
         shape = self.model.attention
         repeats = 2 if shape.num_kv_heads < shape.num_heads else 0
-        return 1e-6 * (self.attention.layer_us + (repeats + messages) * self.attention.launch_us)
+        layer_us = self.efficiency.compiled_us if compiled else self.attention.layer_us
+        return 1e-6 * (layer_us + (repeats + messages) * self.attention.launch_us)
 
     def _norm_s(self, tokens: float) -> float:
         if not tokens:

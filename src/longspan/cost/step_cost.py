@@ -16,9 +16,8 @@ from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Forward, MoveKV, Part
-from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
-from longspan.cost.catalog import Kernels
+from longspan.cost.catalog import Kernels, Launch
 from longspan.cost.channels import Channel, Share, Shares, attention_s, shares_of
 from longspan.cost.flows import Flow, alone_s, block_pairs, host_flows
 from longspan.cost.forward import Breakdown, Roofline, rooflines
@@ -165,15 +164,21 @@ class RooflineCost:
     """
 
     def __init__(
-        self, model: Architecture, devices: Devices, cluster: Cluster, *, block_size: int, kernels: Kernels = "flash"
+        self,
+        model: Architecture,
+        devices: Devices,
+        cluster: Cluster,
+        *,
+        block_size: int,
+        kernels: Kernels = "flash",
+        launch: Launch | None = None,
     ) -> None:
-        self._model, self._devices, self._kernels = model, devices, kernels
+        self._model, self._devices, self._kernels, self._launch = model, devices, kernels, launch
         self._by_spec: dict[ParallelSpec, RooflineCost] = {cluster.spec: self}
-        self.lines = rooflines(model, devices, cluster, kernels)
+        self.lines = rooflines(model, devices, cluster, kernels, launch=launch)
         self.num_layers = model.attention.num_layers
         self._block_size, self._num_prefill = block_size, cluster.spec.instances
-        device = catalog.device(devices.hardware)
-        self._bus, self._is_host = catalog.link(device.bus), device.is_host
+        self._bus, self._is_host = devices.device.bus, devices.device.is_host
         self.cluster, self.shape = cluster, model.attention
         self._path = lru_cache(maxsize=2**16)(self._find_path)
         self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)
@@ -202,8 +207,8 @@ class RooflineCost:
 
     def resharded(self, cluster: Cluster) -> RooflineCost:
         if cluster.spec not in self._by_spec:
-            size, kernels = self._block_size, self._kernels
-            cost = RooflineCost(self._model, self._devices, cluster, block_size=size, kernels=kernels)
+            size, kernels, launch = self._block_size, self._kernels, self._launch
+            cost = RooflineCost(self._model, self._devices, cluster, block_size=size, kernels=kernels, launch=launch)
             self._by_spec[cluster.spec], cost._by_spec = cost, self._by_spec  # each cost is made once
         return self._by_spec[cluster.spec]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from longspan.core.options import at_least_one
 from longspan.cost import catalog
-from longspan.cost.catalog import Link
+from longspan.cost.catalog import Device
+from longspan.cost.links import Link, collective_s
 from longspan.errors import ParameterError
 
 
@@ -17,6 +18,7 @@ class Devices:
     """The devices of a cluster and the links between them.
 
     Attributes:
+        hardware: the name of a device, or a device of the user.
         link: the name of the slowest link between devices of a group. With several hosts, it is between hosts.
         link_gbytes_per_s: the nominal speed of that link, instead of its name. Inside a host, a link no faster than
             the bus uses the bus, and achieves the same fraction of the nominal speed.
@@ -26,7 +28,7 @@ class Devices:
             link inside a host.
     """
 
-    hardware: str
+    hardware: str | Device
     gpus_per_host: int
     hosts: int = 1
     link: str | None = None
@@ -58,31 +60,32 @@ class Devices:
         return self.gpus_per_host * self.hosts
 
     @property
-    def slowest_link(self) -> str:
-        """The name, in links.toml, of the slowest link in use."""
-        device = catalog.device(self.hardware)
+    def device(self) -> Device:
+        return catalog.device(self.hardware) if isinstance(self.hardware, str) else self.hardware
+
+    @property
+    def slowest_link(self) -> Link:
+        """The slowest link in use."""
+        device, speed = self.device, self._bytes_per_s
         if self.link is not None:
-            return self.link
-        if self.hosts > 1:
-            return device.network
-        speed = self._bytes_per_s
-        is_slow = speed is not None and speed <= catalog.link(device.bus).nominal_bytes_per_s
-        return device.bus if is_slow else device.link
+            return catalog.link(self.link)
+        inside = device.bus if self._uses_bus else device.link
+        slowest = device.network if self.hosts > 1 else inside
+        return slowest if speed is None else slowest.at(speed)
 
     def links(self) -> tuple[Link, Link]:
-        """Look up the links inside a host, and between hosts."""
-        device, speed = catalog.device(self.hardware), self._bytes_per_s
-        slowest = catalog.link(self.slowest_link, speed)
+        """Return the links inside a host, and between hosts."""
+        device, slowest = self.device, self.slowest_link
         if self.hosts > 1:
-            return catalog.link(device.link), slowest
-        bus = catalog.link(device.bus)
-        if speed is not None and speed > bus.nominal_bytes_per_s:  # messages use the faster of two links
-            slowest = replace(
-                slowest,
-                bytes_per_s=max(slowest.bytes_per_s, bus.bytes_per_s),
-                ring_bytes_per_s=max(slowest.ring_bytes_per_s, bus.ring_bytes_per_s),
-            )
-        return slowest, catalog.link(device.network)
+            return device.link, slowest
+        if self._bytes_per_s is not None and not self._uses_bus:
+            slowest = slowest.faster_of(device.bus)
+        return slowest, device.network
+
+    @property
+    def _uses_bus(self) -> bool:
+        """Whether the link of a single host is no faster than the bus."""
+        return self._bytes_per_s is not None and self._bytes_per_s <= self.device.bus.nominal_bytes_per_s
 
     @property
     def _bytes_per_s(self) -> float | None:
@@ -96,6 +99,7 @@ class Topology:
     Attributes:
         inside, between: the links of messages inside a host, and between hosts.
         hosts: the host of each instance's first rank, of all roles.
+        kernels: whether the engine has its own kernels for small all-reduces, besides NCCL.
         speed: returns the factor of the speed of the link between two instances. None is 1. A collective waits for the
             slowest link between neighbours of its group.
     """
@@ -105,6 +109,7 @@ class Topology:
     inside: Link
     between: Link
     hosts: Sequence[int]
+    kernels: bool = True
     speed: Callable[[int, int], float] | None = None
     _known: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
 
@@ -132,7 +137,7 @@ class Topology:
         """Return the seconds in which each rank sends `num_bytes`, split evenly over its counterparts."""
         num_bytes, hosts = self._slowed(num_bytes, group), self._num_hosts(group)
         if hosts == 1:
-            return self.inside.send_s(num_bytes)
+            return collective_s(self.inside.alltoall, num_bytes, len(group))
         here = -(-len(group) // hosts)
         outside = num_bytes * (len(group) - here) / (len(group) - 1)
         return self.between.collective_s * math.ceil(math.log2(len(group) // here)) + max(
@@ -141,14 +146,18 @@ class Topology:
 
     def gather_s(self, num_bytes: float, group: tuple[int, ...]) -> float:
         """Return the seconds in which each rank gets `num_bytes` from each counterpart, or of a reduce-scatter."""
-        num_bytes = (len(group) - 1) * self._slowed(num_bytes, group)
-        return self._ring_s(num_bytes, len(group), self._num_hosts(group), self._flows)
+        num_bytes, hosts = (len(group) - 1) * self._slowed(num_bytes, group), self._num_hosts(group)
+        if hosts == 1:
+            return collective_s(self.inside.gather, num_bytes, len(group))
+        return self._ring_s(num_bytes, len(group), hosts, self._flows)
 
     def all_reduce_s(self, num_bytes: float) -> float:
         """Return the seconds of an all-reduce of `num_bytes` over the ranks of an instance."""
         if self.tp == 1:
             return 0.0
         hosts = -(-self.tp // self.gpus_per_host)
+        if hosts == 1:
+            return self.inside.all_reduce_s(num_bytes, self.tp, kernels=self.kernels)
         return self._ring_s(2 * (self.tp - 1) / self.tp * num_bytes, self.tp, hosts, 1)
 
     def scatter_s(self, num_bytes: float) -> float:
@@ -167,17 +176,17 @@ class Topology:
         return min(self.tp, self.gpus_per_host)
 
     def _ring_s(self, num_bytes: float, members: int, hosts: int, rings: int) -> float:
-        """Return the seconds of `num_bytes` through each rank in `rings` rings. A host's devices share the network."""
-        here = -(-members // hosts)
-        speeds, latency_s = [], 0.0
+        """Return the seconds of `num_bytes` through each rank in `rings` rings, over several hosts.
+
+        A host's devices share the network.
+        """
+        here, network = -(-members // hosts), self.between.ring_bytes_per_s
+        speed = network / rings if self.between.shared else network * here
+        latency_s = self.between.collective_s * math.ceil(math.log2(hosts))
         if here > 1:
-            speeds.append(self.inside.ring_bytes_per_s)
+            speed = min(speed, self.inside.ring_bytes_per_s)
             latency_s += self.inside.collective_s
-        if hosts > 1:
-            network = self.between.ring_bytes_per_s
-            speeds.append(network / rings if self.between.shared else network * here)
-            latency_s += self.between.collective_s * math.ceil(math.log2(hosts))
-        return latency_s + num_bytes / min(speeds)
+        return latency_s + num_bytes / speed
 
     def _slowed(self, num_bytes: float, group: tuple[int, ...]) -> float:
         """Return the bytes that links of full speed send in the time of the group's slowest link."""

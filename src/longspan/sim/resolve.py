@@ -16,8 +16,8 @@ from longspan.core.group_links import links_by_size
 from longspan.core.kv_record import KvRecord, LayerRecord
 from longspan.core.link_classes import slowest_link
 from longspan.core.options import SchedulingArgs
-from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
+from longspan.cost.catalog import Device
 from longspan.cost.estimate import (
     activation_bytes,
     full_step,
@@ -56,19 +56,17 @@ _PREDICTED_LENGTHS = tuple(2048 * 2**power for power in range(8))
 
 
 def computed_experiment(
-    model: Architecture, spec: ClusterSpec, scheduling: SchedulingArgs, faults: Faults
+    model: Architecture, device: Device, spec: ClusterSpec, scheduling: SchedulingArgs, faults: Faults
 ) -> Experiment:
-    """Build an experiment whose costs are computed from data sheets."""
-    if spec.hardware is None:
-        raise ParameterError("hardware", "must be a name that longspan estimate knows, if no `profile` is given")
+    """Build an experiment whose costs are computed from the data sheet of a device."""
     clusters = _clusters(spec, model, scheduling)
-    cluster, hardware = clusters[0], spec.hardware
+    cluster = clusters[0]
     speed, per_host = spec.link_gbytes_per_s, spec.devices_per_host(cluster)
     devices = Devices(
-        hardware=hardware, gpus_per_host=per_host, hosts=spec.hosts, link=spec.link, link_gbytes_per_s=speed
+        hardware=device, gpus_per_host=per_host, hosts=spec.hosts, link=spec.link, link_gbytes_per_s=speed
     )
     kernels = spec.attention or "flash"
-    cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
+    cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels, launch=spec.launch)
     line = cost.lines[0]
     estimate = None if scheduling.policy == "runahead" else partial(levelled_fractions, line)  # runahead searches
     partitions = ModelledPartitions(partial(searched_fractions, line, align=scheduling.block_size), estimate)
@@ -85,7 +83,7 @@ def computed_experiment(
         tp=cluster.spec.tp,
         threads=1,
         kernel=kernels,
-        machine=hardware,
+        machine=device.name,
     )
     options = scheduling.all_policy_options()
     named = [options.get("sp", ""), *options.get("sp_sizes", "").split(",")]  # policies refuse invalid values
@@ -100,7 +98,7 @@ def computed_experiment(
         pieces=partial(_chain_pieces, line),
     )
     slow = _common_factor(faults, cluster, phases)
-    flops_per_s = cluster.spec.tp * catalog.device(hardware).peak(model.precision.attention)
+    flops_per_s = cluster.spec.tp * device.peak(model.precision.attention)
     facts = replace(
         early,
         shape=model.attention,

@@ -9,7 +9,6 @@ from typing import Any
 
 from longspan.core.cluster import Cluster
 from longspan.core.splits import ParallelSpec
-from longspan.cost import catalog
 from longspan.cost.precision import Precision
 from longspan.cost.topology import Devices
 
@@ -38,13 +37,13 @@ class Fleet:
     def of(cls, devices: Devices, precision: Precision) -> Fleet:
         """Describe devices by their data sheets."""
         speed = "" if devices.link_gbytes_per_s is None else f" at {devices.link_gbytes_per_s:g} GB/s"
-        slowest, is_single = f"{devices.slowest_link}{speed}", devices.hosts == 1
+        slowest, is_single = f"{devices.slowest_link.name}{speed}", devices.hosts == 1
         return cls(
-            hardware=devices.hardware,
+            hardware=devices.device.name,
             hosts=devices.hosts,
             gpus_per_host=devices.gpus_per_host,
             precision=precision,
-            inside=slowest if is_single else catalog.device(devices.hardware).link,
+            inside=slowest if is_single else devices.device.link.name,
             between=None if is_single else slowest,
         )
 

@@ -94,6 +94,14 @@ class HardwareSpec:
         Literal["flash", "eager"] | None,
         _cluster("Fused, or as Hugging Face's single operators compute it.", default="flash"),
     ] = None
+    launch: Annotated[
+        Literal["eager", "graph", "compiled"] | None,
+        _cluster(
+            "How the engine launches operators: one by one, decode steps as recorded graphs, or prompts compiled, too, "
+            "as vLLM and TensorRT-LLM do.",
+            default="compiled, or eager with --attention eager",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +118,11 @@ class FleetSpec(ParallelArgs):
     ] = None
     hardware: Annotated[
         str | None,
-        _cluster("A device such as a100-sxm-80g. An unknown name lists all. Or give --profile.", metavar="NAME"),
+        _cluster(
+            "A device such as a100-sxm-80g, or a .toml or .json file of one. An unknown name lists all. Or give "
+            "--profile.",
+            metavar="NAME|FILE",
+        ),
     ] = None
     profile: Annotated[
         Path | None,
@@ -146,6 +158,7 @@ class ClusterSpec(HardwareSpec, FleetSpec):
             "ffn_dtype",
             "kv_cache_dtype",
             "expert_parallel",
+            "launch",
             "attention",
         ):
             if (value := getattr(self, name)) not in (None, False, "auto"):
