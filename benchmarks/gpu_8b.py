@@ -212,7 +212,7 @@ def _step(args: argparse.Namespace, context: int, batch: int, seconds: float) ->
     """Return a step with its share of the copy, by the bytes of all weights read and the KV of the whole context."""
     copied, model = _ceiling(args, COPY), args.model
     assert isinstance(model, Architecture), "made from the config"
-    embedding = 0 if model.tied else model.head_weights * model.attention.bytes_per_element
+    embedding = 0 if model.tied else model.head_bytes
     num_bytes = model.weight_bytes - embedding + batch * context * model.attention.kv_bytes * model.attention.num_layers
     share = None if copied is None else num_bytes / seconds / (copied * 1e9)
     return Step(context=context, batch=batch, ms=1e3 * seconds, share=share)

@@ -280,7 +280,7 @@ class Prediction:
         prediction = cls(
             num_tokens=num_tokens,
             case=case,
-            model=from_config(catalog.model_config(MODEL), name=MODEL, bytes_per_element=2),
+            model=from_config(catalog.model_config(MODEL), name=MODEL),
             device=replace(catalog.device("cpu-epyc-9654"), units=1, bytes_per_s=_ENDLESS),
             efficiency=Efficiency(
                 linear=LinearCurve(compute=1.0, half_wave=0, half_depth=0, memory=1.0, smooth=1, start_us=0),

@@ -17,6 +17,7 @@ from longspan.cost.catalog import Efficiency, Kernels
 from longspan.cost.channels import ExchangeCost
 from longspan.cost.estimate import Estimate, Fractions, estimate_decode, estimate_prefill
 from longspan.cost.forward import Roofline, rooflines
+from longspan.cost.precision import Format, Precision
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
 
@@ -60,7 +61,7 @@ class Setting:
     gpus_per_host: int = 8
     hosts: int = 1
     kernels: Kernels = "flash"
-    ffn_bytes: float | None = None
+    ffn_dtype: Format | None = None
     link: str | None = None
     link_gbytes_per_s: float | None = None
     constants: Efficiency | None = None
@@ -106,7 +107,9 @@ class Setting:
 
     @property
     def _model(self) -> Architecture:
-        return from_config(catalog.model_config(self.model), name=self.model, ffn_bytes=self.ffn_bytes)
+        return from_config(
+            catalog.model_config(self.model), name=self.model, precision=Precision.of("bfloat16", ffn=self.ffn_dtype)
+        )
 
     @property
     def _cluster(self) -> Devices:

@@ -126,10 +126,10 @@ def layer_terms(line: Roofline, forward: Pass) -> LayerTerms:
     """Return the terms of Table 3 at the speeds that devices reach. Shared terms are divided by TP."""
     layer, model, shape = line.layer, line.layer.model, line.layer.model.attention
     device, curve, tokens = layer.device, layer.efficiency.linear, forward.prompt + forward.decodes
-    bytes_per_s, peak = device.bytes_per_s * curve.memory, device.peak(shape.bytes_per_element)
+    bytes_per_s, peak = device.bytes_per_s * curve.memory, device.peak(model.precision.weights)
     projections, ffn = shape.attention_weights / layer.tp, model.ffn_weights / layer.tp
-    weights_s = (projections * shape.bytes_per_element + ffn * model.ffn_bytes) / bytes_per_s
-    products_s = 2 * tokens * (projections / peak + ffn / device.peak(model.ffn_bytes)) / curve.compute
+    weights_s = (projections * model.precision.weight_bytes + ffn * model.precision.ffn_bytes) / bytes_per_s
+    products_s = 2 * tokens * (projections / peak + ffn / device.peak(model.precision.ffn)) / curve.compute
     queries_bytes = forward.prompt * layer.heads * shape.head_dim * shape.bytes_per_element
     kv_s = (queries_bytes + (forward.prompt + forward.decodes * forward.decode_seen) * layer.kv_bytes) / bytes_per_s
     pairs = forward.prompt * forward.prompt_seen + forward.decodes * forward.decode_seen

@@ -41,7 +41,7 @@ def hosts(number: int, link: str | None = None) -> Setting:
         model="llama-3-405b",
         hardware="h100-96g-hbm2e-500w",
         hosts=number,
-        ffn_bytes=1,
+        ffn_dtype="fp8",
         link=link,
         costs={RING_Q.kind: PASS_Q},
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 import msgspec
 import torch
@@ -24,6 +24,7 @@ from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
 from longspan.core.kv_record import KvRecord
 from longspan.core.policy import Policy
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
+from longspan.cost.precision import Format, Precision
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
 from longspan.model.files import ModelFiles, cache_root
@@ -367,7 +368,7 @@ def _whole_tokens(given: EngineArgs, model: EngineModel, cluster: Cluster, min_t
     files = model.files
     config = json.loads((files.config_dir / "config.json").read_text(encoding="utf-8"))
     try:
-        sizes = from_config(config, name=files.name, bytes_per_element=DTYPES[files.dtype].itemsize)
+        sizes = from_config(config, name=files.name, precision=Precision.of(cast("Format", files.dtype)))
     except ValueError as error:
         _log.info("steps have %d tokens: %s", min_tokens, error)
         return min_tokens

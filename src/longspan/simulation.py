@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
+from longspan.cost.precision import Precision
 from longspan.cost.profile import Profile
 from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
@@ -29,7 +30,7 @@ from longspan.policy.registry import check_sparse, policy_class
 from longspan.sim.experiment import Experiment
 from longspan.sim.resolve import computed_experiment, measured_experiment
 from longspan.sim.run import Result
-from longspan.sim.spec import ClusterSpec, Dtype, Faults
+from longspan.sim.spec import ClusterSpec, Dtype, Faults, HardwareSpec
 from longspan.workload.requests import make_workload
 from longspan.workload.spec import WorkloadSpec
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from longspan.extras.timeline import Timeline
 
 _log = logging.getLogger("longspan")
-_BYTES = {"auto": 2.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1.0}
 
 
 def simulate(
@@ -79,15 +79,14 @@ def make_experiment(
     check_sparse(scheduling.policy, scheduling.all_policy_options())
     scheduling = replace(scheduling, csa=csa_settings(scheduling.csa, model))
     if cluster.profile is None:
-        cluster = replace(cluster, dtype=resolved_dtype(model, cluster.dtype))
-        sizes = read_architecture(model, dtype=cluster.dtype, ffn_dtype=cluster.ffn_dtype)
+        sizes = read_architecture(model, cluster)
         return computed_experiment(sizes, cluster, scheduling, faults)
     profile = _read_profile(cluster.profile)
     key = profile.profile_key
     if _last_name(model) != _last_name(key.model):  # the profiled machine may use another folder
         problem = f"is of model {key.model}, but {model} given: give that, or a profile of {model}"
         raise ParameterError("profile", problem, cluster.profile)
-    sizes = read_architecture(model, dtype=key.dtype)
+    sizes = read_architecture(model, HardwareSpec(dtype=cast("Dtype", key.dtype)))
     return measured_experiment(sizes, profile, cluster, scheduling, faults)
 
 
@@ -117,22 +116,23 @@ def each_policy(scheduling: SchedulingArgs) -> list[SchedulingArgs]:
     return [replace(common, policy=name, policy_options=given[name]) for name in names]
 
 
-def read_architecture(model: str, *, dtype: str = "auto", ffn_dtype: str | None = None) -> Architecture:
+def read_architecture(model: str, spec: HardwareSpec = HardwareSpec()) -> Architecture:
     """Read a model's sizes by its name in the catalog, from its folder or config.json, or from the hub.
 
     Raises:
         ValueError: if there is no config.json, or an invalid one.
     """
-    dtype, config = resolved_dtype(model, dtype), _read_config(model)
-    ffn_bytes = None if ffn_dtype is None else _BYTES[ffn_dtype]
-    return from_config(config, name=model, bytes_per_element=_BYTES[dtype], ffn_bytes=ffn_bytes)
+    config, dtype = _read_config(model), resolved_dtype(model, spec.dtype)
+    kv = None if spec.kv_cache_dtype == "auto" else spec.kv_cache_dtype
+    precision = Precision.of("bfloat16" if dtype == "auto" else dtype, ffn=spec.ffn_dtype, kv=kv)
+    return from_config(config, name=model, precision=precision)
 
 
-def resolved_dtype(model: str, dtype: str) -> Dtype:
+def resolved_dtype(model: str, dtype: Dtype) -> Dtype:
     """Resolve `auto` to the precision in the model's config, as the engine does. Without one, keep `auto`."""
     stated = config_dtype(_read_config(model)) if dtype == "auto" else None
     if stated is None:
-        return cast("Dtype", dtype)
+        return dtype
     return "float32" if stated in {"float32", "float64"} else "bfloat16"
 
 

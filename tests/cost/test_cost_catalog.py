@@ -12,6 +12,7 @@ import pytest
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
 from longspan.cost.catalog import Attention
+from longspan.cost.precision import Precision
 
 MODELS = {  # billions of parameters, as their names or papers say
     "llama-7b": 6.7,
@@ -83,10 +84,15 @@ def test_no_model_is_listed_without_a_check() -> None:
 def test_devices_are_those_of_their_data_sheets() -> None:
     assert set(HARDWARE) < set(catalog.names("hardware"))
     meta = catalog.device("h100-96g-hbm2e-500w")
-    assert (meta.flops_per_s, meta.peak(1), meta.bytes_per_s, meta.memory_bytes) == (8e14, 1.6e15, 2.4e12, 96 * 2**30)
+    assert (meta.flops_per_s, meta.peak("fp8"), meta.bytes_per_s, meta.memory_bytes) == (
+        8e14,
+        1.6e15,
+        2.4e12,
+        96 * 2**30,
+    )
     a100 = catalog.device("a100-sxm-80g")
-    assert a100.peak(1) == a100.peak(2) == 3.12e14  # weights of 8 bits are only stored so
-    assert a100.peak(4) == 1.95e13  # not TF32, which PyTorch uses only when told to
+    assert a100.peak("fp8") == a100.peak("bfloat16") == 3.12e14  # weights of 8 bits are only stored so
+    assert a100.peak("float32") == 1.95e13  # not TF32, which PyTorch uses only when told to
 
 
 @pytest.mark.parametrize("name", catalog.names("hardware"))
@@ -113,7 +119,7 @@ def test_float32_peak_is_two_operations_per_core_and_clock(name: str) -> None:
     """Of 64 cores per multiprocessor in GA100, 128 in all later ones, at most an eighth above the given clock."""
     device = catalog.device(name)
     cores = 64 if name.startswith("a100") else 128
-    assert 0.99 <= device.peak(4) / (2 * cores * device.units * device.clock_hz) <= 1.125
+    assert 0.99 <= device.peak("float32") / (2 * cores * device.units * device.clock_hz) <= 1.125
 
 
 def source_of(file: str, name: str) -> str:
@@ -182,7 +188,7 @@ def test_further_keys_of_nested_objects_are_ignored() -> None:
 
 
 def test_mixed_precision_counts_the_feed_forward_layers_apart() -> None:
-    model = from_config(TINY, name="tiny", ffn_bytes=1)
+    model = from_config(TINY, name="tiny", precision=Precision.of("bfloat16", ffn="fp8"))
     assert model.weight_bytes == 2 * model.num_parameters - 2 * model.ffn_weights
 
 

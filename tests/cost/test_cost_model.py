@@ -26,12 +26,14 @@ from longspan.cost.channels import Channel, Share, Shares, channel_time, exchang
 from longspan.cost.estimate import Estimate, decode_channel, estimate_decode, estimate_prefill
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.partitions import Member, skewed
+from longspan.cost.precision import HALF, Precision
 from longspan.cost.roofline import linear_s
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
 
 EXCHANGES: tuple[Exchange, ...] = (RING_KV, RING_Q, ALLTOALL, GATHER_KV, GATHER_HIDDEN, CHAIN)
 KERNELS: tuple[Kernels, ...] = get_args(Kernels)
+NARROW = Precision.of("bfloat16", ffn="fp8")
 A100S = Devices(hardware="a100-sxm-80g", gpus_per_host=8, hosts=2)
 
 
@@ -308,12 +310,12 @@ def test_narrow_weights_are_smaller_and_faster_where_the_device_has_them() -> No
         cluster = Devices(hardware=hardware, gpus_per_host=8)
         wide, narrow = (
             estimate_prefill(
-                rooflines(from_config(config, name="70b", ffn_bytes=size), cluster, Cluster.of("tp8"))[0],
+                rooflines(from_config(config, name="70b", precision=precision), cluster, Cluster.of("tp8"))[0],
                 1,
                 LOCAL,
                 8192,
             )
-            for size in (2, 1)
+            for precision in (HALF, NARROW)
         )
         assert narrow.memory.weights < wide.memory.weights
         assert (narrow.seconds < 0.85 * wide.seconds) == faster
@@ -327,11 +329,11 @@ def test_products_of_narrow_weights_round_their_inputs(
     rows: int, inputs: int, outputs: int, half_ms: float, rounded_ms: float
 ) -> None:
     """FBGEMM's row-wise kernels on an H100 of 500 W, with rounding (its pull request 2546)."""
-    model = from_config(catalog.model_config("llama-3-405b"), name="405b", ffn_bytes=1)
+    model = from_config(catalog.model_config("llama-3-405b"), name="405b", precision=NARROW)
     hosts = Devices(hardware="h100-96g-hbm2e-500w", gpus_per_host=8)
     layer = rooflines(model, hosts, Cluster.of("tp8"))[0].layer
-    assert linear_s(layer, rows, inputs, outputs, 2) == pytest.approx(half_ms * 1e-3, rel=0.1)
-    narrow_s = linear_s(layer, rows, inputs, outputs, 1) + layer.rounded_s(rows * inputs)
+    assert linear_s(layer, rows, inputs, outputs, "bfloat16") == pytest.approx(half_ms * 1e-3, rel=0.1)
+    narrow_s = linear_s(layer, rows, inputs, outputs, "fp8") + layer.rounded_s(rows * inputs)
     assert narrow_s == pytest.approx(rounded_ms * 1e-3, rel=0.1)
 
 
@@ -340,8 +342,8 @@ def test_inputs_are_rounded_only_where_the_device_multiplies_narrow_weights(hard
     """Weights that are only stored in 8 bits are widened in the product."""
     config, cluster = catalog.model_config("llama-3-70b"), Devices(hardware=hardware, gpus_per_host=8)
     wide, narrow = (
-        rooflines(from_config(config, name="70b", ffn_bytes=size), cluster, Cluster.of("tp8"))[0].layer
-        for size in (2, 1)
+        rooflines(from_config(config, name="70b", precision=precision), cluster, Cluster.of("tp8"))[0].layer
+        for precision in (HALF, NARROW)
     )
     more_s = narrow.behind(65536).elementwise_s - wide.behind(65536).elementwise_s
     elements = 65536 * (8192 + 28672 / 8)

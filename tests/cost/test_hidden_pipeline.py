@@ -22,7 +22,7 @@ from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
 
 TOKENS = 96
-MODEL = from_config(catalog.model_config("llama-3-8b"), name="llama-3-8b", bytes_per_element=2)
+MODEL = from_config(catalog.model_config("llama-3-8b"), name="llama-3-8b")
 
 
 def work(runs, pieces: int, computed_s: float, gathered: float = 1.0, returned: float = 1.0) -> HiddenWork:

@@ -24,6 +24,7 @@ from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward
 from longspan.cost.architecture import Architecture, ModelShape
 from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.cost.precision import Precision
 from longspan.cost.profile import Decode, Profile, profiled_prompts
 from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
@@ -216,7 +217,9 @@ def test_steps_of_a_profile_are_as_large_as_an_engine_has_them(device: str, most
     """On CPU two ranks share a quarter of 4 GiB for a step. The memory of a measured GPU is not known."""
     key = structs.replace(SUBJECT, device=device, tp=1)
     shape = ModelShape(num_layers=2, hidden_size=96, num_heads=4, num_kv_heads=2, head_dim=24, bytes_per_element=4)
-    sizes = Architecture(name=key.model, attention=shape, intermediate_size=128, vocab_size=199, ffn_bytes=4)
+    sizes = Architecture(
+        name=key.model, attention=shape, intermediate_size=128, vocab_size=199, precision=Precision.of("float32")
+    )
     profile = Profile(profile_key=key)
     for new, cached in profiled_prompts([256, 1024, 4096], 8192):
         profile = profile.with_measured(prefill(new, cached, 1e-4 * new, members=1, exchange="local"))

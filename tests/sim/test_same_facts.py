@@ -21,7 +21,7 @@ from longspan.profiling.store import profile_file
 from longspan.resolve import ResolvedEngine
 from longspan.sim.experiment import Experiment
 from longspan.sim.resolve import kv_record
-from longspan.sim.spec import ClusterSpec
+from longspan.sim.spec import ClusterSpec, HardwareSpec
 from longspan.simulation import make_experiment, read_architecture, resolved_dtype
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 64}
@@ -106,7 +106,7 @@ def test_pools_of_an_engine_are_as_large_as_those_of_a_simulation(tiny: Path, op
     given = EngineArgs(str(tiny), threads_per_rank=1, block_size=16, **options)
     engine = ResolvedEngine.of(given, kv_bytes=lambda *_: 10**6)
     bare = ClusterSpec(parallel=options["parallel"], hardware="a100-sxm-80g").clusters("chunked")[0]
-    sizes = read_architecture(str(tiny), dtype="float32")
+    sizes = read_architecture(str(tiny), HardwareSpec(dtype="float32"))
     cluster = bare.with_layers(sizes.attention.num_layers, sizes.head_layers)
     simulated = with_pools(cluster, kv_record(sizes, 16), scheduling, lambda *_: 10**6, "")
     for name in ("num_blocks", "host_blocks", "disk_blocks", "num_device_pools"):
@@ -141,7 +141,7 @@ def test_the_precision_of_a_simulation_is_that_of_an_engine(
         assert resolved_dtype(str(model), "auto") == resolved
         assert resolved_dtype(str(model), "float16") == "float16"
         experiment = make_experiment(str(model), cluster)
-        assert experiment.fleet.dtype == ("bfloat16" if stated is None else resolved)
+        assert experiment.fleet.precision.weights == ("bfloat16" if stated is None else resolved)
         assert read_architecture(str(model)).attention.bytes_per_element == (4 if resolved == "float32" else 2)
 
 

@@ -105,12 +105,12 @@ def estimate(
     from longspan.cost.topology import Devices  # noqa: PLC0415
     from longspan.csa_file import csa_settings  # noqa: PLC0415
     from longspan.sim.resolved import Fleet, ResolvedCluster  # noqa: PLC0415
-    from longspan.simulation import read_architecture, resolved_dtype  # noqa: PLC0415
+    from longspan.simulation import read_architecture  # noqa: PLC0415
 
     spec = parse_parallel(parallel)
     link, rate = hardware_spec.link, hardware_spec.link_gbytes_per_s
     devices = Devices(hardware=hardware, gpus_per_host=gpus_per_host, hosts=hosts, link=link, link_gbytes_per_s=rate)
-    sizes = read_architecture(model, dtype=hardware_spec.dtype, ffn_dtype=hardware_spec.ffn_dtype)
+    sizes = read_architecture(model, hardware_spec)
     [cost] = rooflines(sizes, devices, spec, hardware_spec.attention or "flash")
     size, auto = spec.num_instances, RING_KV if phase == "prefill" else RING_Q
     chosen = auto if exchange == "auto" else exchange_of(exchange)
@@ -134,7 +134,7 @@ def estimate(
         result = replace(result, host=host_kv(cost, size, hosts, host_kv_gib, context, batch))
     num_tokens = max(0, int(result.memory.kv_room // (cost.layer.kv_bytes * max(map(len, cost.stages)))))
     cluster = spec.on_hosts(gpus_per_host).with_blocks([num_tokens] * size)
-    fleet = Fleet.of(devices, dtype=resolved_dtype(model, hardware_spec.dtype), ffn_dtype=hardware_spec.ffn_dtype)
+    fleet = Fleet.of(devices, sizes.precision)
     _print(result, ResolvedCluster(fleet=fleet, clusters=(cluster,), block_size=1), as_json=as_json)
 
 

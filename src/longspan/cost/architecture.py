@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longspan.cost.precision import HALF, Precision
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The sizes of a decoder-only model that determine the operations and messages of its attention.
 
     Attributes:
-        bytes_per_element: of queries, keys, values, hidden states and attention weights. 2 for bfloat16.
+        bytes_per_element: of queries and hidden states, and of keys and values in messages. 2 for bfloat16.
+        kv_element_bytes: of stored keys and values. `bytes_per_element` if None.
     """
 
     num_layers: int
@@ -21,11 +24,16 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     bytes_per_element: float
+    kv_element_bytes: float | None = None
+
+    @property
+    def bytes_per_kv_element(self) -> float:
+        return self.bytes_per_element if self.kv_element_bytes is None else self.kv_element_bytes
 
     @property
     def kv_bytes(self) -> float:
         """Bytes of keys and values per token and layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
+        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_kv_element
 
     def block_bytes(self, num_tokens: int) -> float:
         """Return the bytes of a KV block of `num_tokens` tokens, with all layers and heads."""
@@ -91,8 +99,8 @@ class Architecture:
     """The sizes of a model that determine its costs.
 
     Attributes:
-        attention: the sizes of attention. Their precision applies to all weights outside feed-forward layers.
-        ffn_bytes: bytes of a weight in the feed-forward layers.
+        attention: the sizes of attention.
+        precision: the format of each kind of tensor.
         gated: feed-forward layers have three matrices instead of two.
         tied: whether the output head is the embedding.
         rms_norm: RMS norms instead of layer norms.
@@ -104,7 +112,7 @@ class Architecture:
     attention: ModelShape
     intermediate_size: int
     vocab_size: int
-    ffn_bytes: float
+    precision: Precision
     gated: bool = True
     tied: bool = False
     rms_norm: bool = True
@@ -119,6 +127,10 @@ class Architecture:
     @property
     def head_weights(self) -> int:
         return self.vocab_size * self.attention.hidden_size
+
+    @property
+    def head_bytes(self) -> float:
+        return self.head_weights * self.precision.activation_bytes
 
     @property
     def num_parameters(self) -> int:
@@ -149,15 +161,13 @@ class Architecture:
     def stage_bytes(self, layers: range) -> float:
         """Return the bytes of some layers. The first layer includes the embedding, the last the output head."""
         shape = self.attention
-        layer = shape.attention_weights * shape.bytes_per_element + self.ffn_weights * self.ffn_bytes
+        layer = shape.attention_weights * self.precision.weight_bytes + self.ffn_weights * self.precision.ffn_bytes
         ends = [layers.start == 0, layers.stop == shape.num_layers]
         num_ends = 1 if self.tied and all(ends) else sum(ends)
-        return len(layers) * layer + num_ends * self.head_weights * shape.bytes_per_element
+        return len(layers) * layer + num_ends * self.head_bytes
 
 
-def from_config(
-    config: Mapping[str, Any], *, name: str, bytes_per_element: float = 2, ffn_bytes: float | None = None
-) -> Architecture:
+def from_config(config: Mapping[str, Any], *, name: str, precision: Precision = HALF) -> Architecture:
     """Parse a config.json, which may nest the language model under `text_config`.
 
     Raises:
@@ -185,14 +195,15 @@ def from_config(
         num_heads=num_heads,
         num_kv_heads=_kv_heads(config, num_heads, name),
         head_dim=_size(config, "head_dim", name, default=hidden_size // num_heads),
-        bytes_per_element=bytes_per_element,
+        bytes_per_element=precision.activation_bytes,
+        kv_element_bytes=None if precision.kv == precision.activations else precision.kv_bytes,
     )
     return Architecture(
         name=name,
         attention=shape,
         intermediate_size=_size(config, "intermediate_size", name, default=4 * hidden_size),
         vocab_size=_size(config, "vocab_size", name),
-        ffn_bytes=bytes_per_element if ffn_bytes is None else ffn_bytes,
+        precision=precision,
         gated=kind not in _TWO_MATRICES,
         tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
         rms_norm=kind not in _LAYER_NORM,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any, Literal
 
 import msgspec
 
+from longspan.cost.precision import Format, Products, products_of
 from longspan.errors import ParameterError
 
 Kernels = Literal["flash", "eager"]
@@ -143,15 +144,27 @@ class Device:
         """Whether the device uses its host's memory."""
         return self.bus == "shared-memory"
 
-    def peak(self, bytes_per_weight: float) -> float:
-        """Return the operations per second with weights of `bytes_per_weight`, in 16 bits if there is no fp8."""
-        if bytes_per_weight >= 4:
-            return self.fp32_flops_per_s
-        return self.fp8_flops_per_s if self.multiplies_narrow(bytes_per_weight) else self.flops_per_s
+    def peak(self, weights: Format) -> float:
+        """Return the operations per second of products with weights in a format.
 
-    def multiplies_narrow(self, bytes_per_weight: float) -> bool:
-        """Return whether weights of `bytes_per_weight` are multiplied in 8 bits, so that their inputs are rounded."""
-        return bytes_per_weight <= 1 and self.fp8_flops_per_s > 0
+        Products in a format that the device does not support are computed in 16 bits.
+        """
+        return self._speeds[products_of(weights)] or self.flops_per_s
+
+    def multiplies_narrow(self, weights: Format) -> bool:
+        """Return whether products with such weights have fewer than 16 bits, so that inputs are rounded."""
+        products = products_of(weights)
+        return products in ("fp8", "int8", "fp4") and self._speeds[products] > 0
+
+    @cached_property
+    def _speeds(self) -> dict[Products, float]:
+        return {
+            "fp32": self.fp32_flops_per_s,
+            "fp16": self.flops_per_s,
+            "fp8": self.fp8_flops_per_s,
+            "int8": self.int8_flops_per_s,
+            "fp4": self.fp4_flops_per_s,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

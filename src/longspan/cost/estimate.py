@@ -317,7 +317,7 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
         part = len(model.stages[-1]) / model.layer.model.attention.num_layers
         breakdown = breakdown.of_stage(part, max(sum(stages_s), num_groups * max(stages_s)))
     layer, shape = model.layer, model.layer.model.attention
-    embedding = 0.0 if layer.model.tied else layer.model.head_weights * shape.bytes_per_element
+    embedding = 0.0 if layer.model.tied else layer.model.head_bytes
     keys_bytes = batch * length * shape.kv_bytes * shape.num_layers
     read = (layer.model.weight_bytes - embedding) * instances + keys_bytes / num_groups
     flops = batch * (2 * layer.model.num_parameters + attention_flops(shape, length))
@@ -440,7 +440,7 @@ def _estimate(
         bytes_exchanged=shape.num_layers * (exchanged_bytes(layer, channel) + reduced) + passed,
         memory=memory(model, at_once, max(at_once.shares.queries)),
         flops_per_gpu_s=rate,
-        mfu=rate / layer.device.peak(2),
+        mfu=rate / layer.device.peak("bfloat16"),
         partition=tuple(queries),
     )
 

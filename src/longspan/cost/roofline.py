@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Attention, Device, Efficiency, LinearCurve
+from longspan.cost.precision import BYTES, Format, Precision
 
 Number = TypeVar("Number", float, NDArray[np.float64])
 
@@ -20,8 +21,8 @@ _ROWS = 128
 
 
 @lru_cache(maxsize=65536)
-def linear_s(layer: Layer, rows: float, inputs: float, outputs: float, weight_bytes: float) -> float:
-    """Return the seconds of a product of [rows, inputs] and weights [inputs, outputs] of `weight_bytes` per element."""
+def linear_s(layer: Layer, rows: float, inputs: float, outputs: float, weights: Format) -> float:
+    """Return the seconds of a product of [rows, inputs] and weights [inputs, outputs] in a format."""
     if not rows:
         return 0.0
     return product_s(
@@ -29,9 +30,9 @@ def linear_s(layer: Layer, rows: float, inputs: float, outputs: float, weight_by
         rows,
         inputs,
         outputs,
-        weight_bytes=weight_bytes,
+        weight_bytes=BYTES[weights],
         bytes_per_element=layer.bytes_per_element,
-        peak=layer.device.peak(weight_bytes),
+        peak=layer.device.peak(weights),
         bytes_per_s=layer.device.bytes_per_s,
         units=layer.device.units,
     )
@@ -94,6 +95,10 @@ class Layer:
     def bytes_per_element(self) -> float:
         return self.model.attention.bytes_per_element
 
+    @property
+    def precision(self) -> Precision:
+        return self.model.precision
+
     @cached_property
     def heads(self) -> float:
         """Query heads of a rank."""
@@ -107,7 +112,7 @@ class Layer:
     @cached_property
     def kv_bytes(self) -> float:
         """Bytes of keys and values of one token on one rank."""
-        return 2 * self.kv_heads * self.model.attention.head_dim * self.bytes_per_element
+        return self.model.attention.kv_bytes * self.kv_heads / self.model.attention.num_kv_heads
 
     def before(self, tokens: float) -> LayerSeconds:
         """Return the seconds of the norm, the projections to queries, keys and values, and the rotary embedding."""
@@ -120,15 +125,15 @@ class Layer:
                 elementwise_s += self.stream_s(elements * _ROTARY_BYTES)
             else:
                 elementwise_s += self.stream_s(elements * (2 * self.bytes_per_element), self.efficiency.stream.rotary)
-        return LayerSeconds(linear_s(self, tokens, shape.hidden_size, outputs, shape.bytes_per_element), elementwise_s)
+        return LayerSeconds(linear_s(self, tokens, shape.hidden_size, outputs, self.precision.weights), elementwise_s)
 
     def projections_s(self, tokens: float) -> float:
         """Return the seconds of the products before and after attention, without the feed-forward layers."""
         shape = self.model.attention
         outputs = (self.heads + 2 * self.kv_heads) * shape.head_dim
-        width, element_bytes = self.heads * shape.head_dim, shape.bytes_per_element
-        into_s = linear_s(self, tokens, shape.hidden_size, outputs, element_bytes)
-        return into_s + linear_s(self, tokens, width, shape.hidden_size, element_bytes)
+        width, weights = self.heads * shape.head_dim, self.precision.weights
+        into_s = linear_s(self, tokens, shape.hidden_size, outputs, weights)
+        return into_s + linear_s(self, tokens, width, shape.hidden_size, weights)
 
     def behind(self, tokens: float) -> LayerSeconds:
         """Return the seconds of the output projection, norm and feed-forward layers."""
@@ -137,9 +142,9 @@ class Layer:
             return LayerSeconds(0.0, 0.0)
         width, wide = model.intermediate_size / self.tp, 2 if model.gated else 1
         products_s = (
-            linear_s(self, tokens, self.heads * shape.head_dim, shape.hidden_size, shape.bytes_per_element)
-            + linear_s(self, tokens, shape.hidden_size, wide * width, model.ffn_bytes)
-            + linear_s(self, tokens, width, shape.hidden_size, model.ffn_bytes)
+            linear_s(self, tokens, self.heads * shape.head_dim, shape.hidden_size, self.precision.weights)
+            + linear_s(self, tokens, shape.hidden_size, wide * width, self.precision.ffn)
+            + linear_s(self, tokens, width, shape.hidden_size, self.precision.ffn)
         )
         element, unfused = self.bytes_per_element, self.attention.unfused
         # Norms are not memory-bound, and include the preceding addition.
@@ -153,15 +158,15 @@ class Layer:
 
     def rounded_s(self, elements: float) -> float:
         """Return the seconds to round inputs of a feed-forward product to 8 bits, if it is computed in 8 bits."""
-        if not self.device.multiplies_narrow(self.model.ffn_bytes):
+        if not self.device.multiplies_narrow(self.precision.ffn):
             return 0.0
-        return self.stream_s(elements * (self.bytes_per_element + self.model.ffn_bytes))
+        return self.stream_s(elements * (self.bytes_per_element + self.precision.ffn_bytes))
 
     def head_s(self, tokens: float) -> float:
         """Return the seconds of the output head and the last norm."""
         shape = self.model.attention
         outputs = self.model.vocab_size / self.tp
-        product_s = linear_s(self, tokens, shape.hidden_size, outputs, shape.bytes_per_element)
+        product_s = linear_s(self, tokens, shape.hidden_size, outputs, self.precision.activations)
         return product_s + self._norm_s(tokens)
 
     def host_s(self, messages: int) -> float:
@@ -220,9 +225,9 @@ class Layer:
         return traffic_s + products / (self._peak * self.efficiency.linear.compute) + self._read_s(keys, kv_heads)
 
     def _read_s(self, keys: float, kv_heads: float) -> float:
-        num_bytes = 2 * keys * kv_heads * self.model.attention.head_dim * self.bytes_per_element
+        num_bytes = keys * kv_heads * self.model.attention.kv_bytes / self.model.attention.num_kv_heads
         return num_bytes / (self.device.bytes_per_s * self.efficiency.linear.memory)
 
     @cached_property
     def _peak(self) -> float:
-        return self.device.peak(self.bytes_per_element)
+        return self.device.peak(self.precision.attention)

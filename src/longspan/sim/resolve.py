@@ -79,7 +79,7 @@ def computed_experiment(
     cluster, phases = clusters[0], clusters if phases else ()
     profile_key = ProfileKey(
         model=model.name,
-        dtype=spec.dtype,
+        dtype=model.precision.weights,
         device=_DEVICE,
         tp=cluster.spec.tp,
         threads=1,
@@ -99,7 +99,7 @@ def computed_experiment(
         pieces=partial(_chain_pieces, line),
     )
     slow = _common_factor(faults, cluster, phases)
-    flops_per_s = cluster.spec.tp * catalog.device(hardware).peak(model.attention.bytes_per_element)
+    flops_per_s = cluster.spec.tp * catalog.device(hardware).peak(model.precision.attention)
     facts = replace(
         early,
         shape=model.attention,
@@ -111,7 +111,7 @@ def computed_experiment(
         rates=partial(cost.rates, slow=slow),
         exact_s=partial(whole_prompt_s, cost, slow=slow),
     )
-    fleet = Fleet.of(devices, dtype=spec.dtype, ffn_dtype=spec.ffn_dtype)
+    fleet = Fleet.of(devices, model.precision)
     steps = NoisyCost(quiet=cost, noise=faults.noisy_link) if faults.noisy_link else cost
     return Experiment(cluster=cluster, cost=steps, facts=facts, fleet=fleet, scheduling=scheduling, faults=faults)
 
@@ -161,7 +161,7 @@ def measured_experiment(
             hardware=f"{key.device} of {key.machine}",
             hosts=spec.hosts,
             gpus_per_host=spec.devices_per_host(cluster),
-            dtype=key.dtype,
+            precision=model.precision,
             details=f"{key.threads} threads per rank",
         ),
         scheduling=_with_step_tokens(scheduling, facts, key.device, whole_tokens),
@@ -234,7 +234,7 @@ def _clusters(spec: ClusterSpec, model: Architecture, scheduling: SchedulingArgs
 def kv_record(model: Architecture, block_size: int) -> KvRecord:
     """Build the record of a KV block of a model with equal layers."""
     shape = model.attention
-    num_bytes = int(block_size * shape.head_dim * shape.bytes_per_element)
+    num_bytes = int(block_size * shape.head_dim * shape.bytes_per_kv_element)
     heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads}
     layer = LayerRecord(**heads, key_bytes=num_bytes, value_bytes=num_bytes)
     return KvRecord(layers=(layer,) * shape.num_layers)

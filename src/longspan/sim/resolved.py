@@ -10,6 +10,7 @@ from typing import Any
 from longspan.core.cluster import Cluster
 from longspan.core.splits import ParallelSpec
 from longspan.cost import catalog
+from longspan.cost.precision import Precision
 from longspan.cost.topology import Devices
 
 
@@ -28,23 +29,21 @@ class Fleet:
     hardware: str
     hosts: int
     gpus_per_host: int
-    dtype: str
-    ffn_dtype: str | None = None
+    precision: Precision
     inside: str | None = None
     between: str | None = None
     details: str = ""
 
     @classmethod
-    def of(cls, devices: Devices, *, dtype: str, ffn_dtype: str | None) -> Fleet:
-        """Describe devices by their data sheets. The precision `auto` is 16 bits."""
+    def of(cls, devices: Devices, precision: Precision) -> Fleet:
+        """Describe devices by their data sheets."""
         speed = "" if devices.link_gbytes_per_s is None else f" at {devices.link_gbytes_per_s:g} GB/s"
         slowest, is_single = f"{devices.slowest_link}{speed}", devices.hosts == 1
         return cls(
             hardware=devices.hardware,
             hosts=devices.hosts,
             gpus_per_host=devices.gpus_per_host,
-            dtype="bfloat16" if dtype == "auto" else dtype,
-            ffn_dtype=ffn_dtype,
+            precision=precision,
             inside=slowest if is_single else catalog.device(devices.hardware).link,
             between=None if is_single else slowest,
         )
@@ -52,9 +51,8 @@ class Fleet:
     def __str__(self) -> str:
         links = [f"{self.inside} in a host"] if self.inside else []
         links += [f"{self.between} between hosts"] if self.between else []
-        precision = self.dtype if self.ffn_dtype in (None, self.dtype) else f"{self.dtype}, {self.ffn_dtype} FFN"
         devices = f"{self.hosts} {'host' if self.hosts == 1 else 'hosts'} × {self.gpus_per_host} {self.hardware}"
-        return ", ".join([devices, *links, precision, *([self.details] if self.details else [])])
+        return ", ".join([devices, *links, str(self.precision), *([self.details] if self.details else [])])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +77,9 @@ class ResolvedCluster:
             "num_gpus": self._num_gpus,
             "num_unused_gpus": self._num_gpus - max(map(_num_taken, self.clusters)),
             "links": {"inside": fleet.inside, "between": fleet.between},
-            "dtype": fleet.dtype,
-            "ffn_dtype": fleet.ffn_dtype or fleet.dtype,
+            "dtype": fleet.precision.weights,
+            "ffn_dtype": fleet.precision.ffn,
+            "kv_cache_dtype": fleet.precision.kv,
             "instances": list(self._instances()),
         }
 

@@ -16,6 +16,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.imitated_hosts import locations_of_ranks
 from longspan.core.options import Option, SchedulingArgs, at_least_one, key_values
 from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
+from longspan.cost.precision import Format
 from longspan.errors import ParameterError
 from longspan.policy.registry import phases_of
 from longspan.sim.noise import NoisyLink
@@ -46,7 +47,7 @@ class ComparedScheduling(SchedulingArgs):
 _GPUS_PER_HOST = 8
 _RESTART_S = 10.0
 _cluster = partial(Option, group="Cluster")
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Dtype = Literal["auto", Format]
 _faults = partial(Option, group="Faults")
 _level = partial(Option, group="Results", metavar="S")
 
@@ -72,12 +73,17 @@ class HardwareSpec:
         _cluster("Instead: its nominal speed, one way, in 10^9 bytes per second.", metavar="X", default="the link's"),
     ] = None
     dtype: Annotated[
-        Dtype, _cluster("Precision of weights and KV. auto is the precision in the model's config.json, or 16 bits.")
+        Dtype,
+        _cluster(
+            "Precision of weights. auto is the precision in the model's config.json, or 16 bits. With fewer bits, KV, "
+            "the embedding and the output head stay in bfloat16."
+        ),
     ] = "auto"
-    ffn_dtype: Annotated[
-        Literal["bfloat16", "float16", "float32", "fp8"] | None,
-        _cluster("Precision of the feed-forward weights.", default="as --dtype"),
-    ] = None
+    ffn_dtype: Annotated[Format | None, _cluster("Precision of the feed-forward weights.", default="as --dtype")] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "bfloat16", "fp8"],
+        _cluster("Precision of stored keys and values. auto is that of activations."),
+    ] = "auto"
     attention: Annotated[
         Literal["flash", "eager"] | None,
         _cluster("Fused, or as Hugging Face's single operators compute it.", default="flash"),
@@ -127,7 +133,7 @@ class ClusterSpec(HardwareSpec, FleetSpec):
 
     def _check_measured(self) -> None:
         """Raise ParameterError for options of data sheets together with a profile."""
-        for name in ("link", "link_gbytes_per_s", "dtype", "ffn_dtype", "attention"):
+        for name in ("link", "link_gbytes_per_s", "dtype", "ffn_dtype", "kv_cache_dtype", "attention"):
             if (value := getattr(self, name)) not in (None, "auto"):
                 problem = f"{value} refines data sheets, but a profile has measured times: leave it out"
                 raise ParameterError(name, problem, value)
