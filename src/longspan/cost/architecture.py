@@ -6,92 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longspan.core.runs import Run
+from longspan.cost.config_fields import check_layers, read_experts, read_latent, read_windows, size
+from longspan.cost.layer_kinds import Experts
 from longspan.cost.precision import HALF, Precision
+from longspan.cost.shape import ModelShape
 
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The sizes of a decoder-only model that determine the operations and messages of its attention.
-
-    Attributes:
-        bytes_per_element: of queries and hidden states, and of keys and values in messages. 2 for bfloat16.
-        kv_element_bytes: of stored keys and values. `bytes_per_element` if None.
-    """
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    bytes_per_element: float
-    kv_element_bytes: float | None = None
-
-    @property
-    def bytes_per_kv_element(self) -> float:
-        return self.bytes_per_element if self.kv_element_bytes is None else self.kv_element_bytes
-
-    @property
-    def kv_bytes(self) -> float:
-        """Bytes of keys and values per token and layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_kv_element
-
-    def block_bytes(self, num_tokens: int) -> float:
-        """Return the bytes of a KV block of `num_tokens` tokens, with all layers and heads."""
-        return num_tokens * self.kv_bytes * self.num_layers
-
-    @property
-    def attention_weights(self) -> int:
-        """Elements of the four projections of one layer."""
-        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} query heads do not share {self.num_kv_heads} KV heads evenly")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """Compute speed of an instance, and link speed between instances.
-
-    Use achieved speeds instead of peaks. Give both per device or both per instance, since the rules use their ratio.
-
-    Attributes:
-        flops_per_s: operations per second of one instance in attention.
-        bytes_per_s: bytes per second from one instance to another, one way.
-    """
-
-    flops_per_s: float
-    bytes_per_s: float
-
-
-def typical_hardware(device: str, threads: int) -> Hardware:
-    """Return rough speeds for a machine without a profile.
-
-    CPU: threads that attend in float32, and messages between processes. CUDA: accelerators of 2023, and their links.
-    """
-    if device == "cuda":
-        return Hardware(flops_per_s=4e14, bytes_per_s=5e10)
-    return Hardware(flops_per_s=6e10 * threads, bytes_per_s=1.5e9)
-
-
-_OTHER_NAMES = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
-    "intermediate_size": ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"),
-    "vocab_size": ("vocab_size", "padded_vocab_size"),
-    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"),
-    "head_dim": ("head_dim", "kv_channels"),
-}
 _NO_ROTARY = {"gpt2", "opt", "bloom", "mpt", "gpt_bigcode"}
 _TWO_MATRICES = {"falcon", "gpt_neox", "gptj", "phi", "starcoder2", "nemotron"} | _NO_ROTARY
 _LAYER_NORM = _TWO_MATRICES - {"nemotron"} | {"stablelm", "cohere"}
 _TIED = _NO_ROTARY | {"falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "cohere", "cohere2", "starcoder2"}
 """Model types whose output head is the embedding, unless the config states otherwise."""
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_NESTED = {"ffn_config": ("ffn_hidden_size", "intermediate_size"), "attn_config": ("kv_n_heads", "num_key_value_heads")}
+_NESTED = {
+    "ffn_config": {"ffn_hidden_size": "intermediate_size", "moe_num_experts": "num_local_experts"},
+    "attn_config": {"kv_n_heads": "num_key_value_heads"},
+}
 """Fields that MPT and DBRX have in nested objects, and their usual names."""
-_LATENT = "kv_lora_rank"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +30,9 @@ class Architecture:
 
     Attributes:
         attention: the sizes of attention.
+        intermediate_size: of dense feed-forward layers.
         precision: the format of each kind of tensor.
+        experts: the mixture of experts that replaces dense feed-forward layers, if any.
         gated: feed-forward layers have three matrices instead of two.
         tied: whether the output head is the embedding.
         rms_norm: RMS norms instead of layer norms.
@@ -118,11 +50,16 @@ class Architecture:
     rms_norm: bool = True
     rotary: bool = True
     parallel: bool = False
+    experts: Experts | None = None
 
     @property
     def ffn_weights(self) -> int:
-        """Elements of the feed-forward matrices of one layer."""
-        return (3 if self.gated else 2) * self.attention.hidden_size * self.intermediate_size
+        """Elements of the matrices of a dense feed-forward layer."""
+        return self.matrices_of(self.intermediate_size)
+
+    def matrices_of(self, intermediate_size: int) -> int:
+        """Return the elements of the feed-forward matrices of this size."""
+        return (3 if self.gated else 2) * self.attention.hidden_size * intermediate_size
 
     @property
     def head_weights(self) -> int:
@@ -135,13 +72,38 @@ class Architecture:
     @property
     def num_parameters(self) -> int:
         """Elements of all matrices, without norms and biases."""
-        layers = self.attention.num_layers * (self.attention.attention_weights + self.ffn_weights)
-        return layers + self.head_weights * (1 if self.tied else 2)
+        return self._layer_parameters(0 if self.experts is None else self.experts.number) + self._num_heads_weights
+
+    @property
+    def active_parameters(self) -> int:
+        """Elements of the matrices that compute one token."""
+        return self._layer_parameters(0 if self.experts is None else self.experts.per_token) + self._num_heads_weights
+
+    @property
+    def _num_heads_weights(self) -> int:
+        return self.head_weights * (1 if self.tied else 2)
+
+    def _layer_parameters(self, num_routed: int) -> int:
+        """Return the elements of all layers, with `num_routed` experts."""
+        num_layers, num_sparse, sparse = self.attention.num_layers, 0, 0
+        if self.experts is not None:
+            num_sparse, sparse = len(self.experts.layers), self.router_weights + self._expert_weights(num_routed)
+        dense = (num_layers - num_sparse) * self.ffn_weights
+        return num_layers * self.attention.attention_weights + dense + num_sparse * sparse
+
+    def _expert_weights(self, num_routed: int) -> int:
+        assert self.experts is not None
+        return self.matrices_of(num_routed * self.experts.intermediate_size + self.experts.shared_size)
+
+    @property
+    def router_weights(self) -> int:
+        """Elements of the router of a layer with experts, of which every tensor-parallel rank has a copy."""
+        return 0 if self.experts is None else self.attention.hidden_size * self.experts.number
 
     @property
     def head_layers(self) -> float:
-        """The weights of the output head, as a multiple of a layer's weights."""
-        return self.head_weights / (self.attention.attention_weights + self.ffn_weights)
+        """The weights of the output head, as a multiple of a layer's mean weights."""
+        return self.head_weights * self.attention.num_layers / (self.num_parameters - self._num_heads_weights)
 
     @property
     def weight_bytes(self) -> float:
@@ -154,55 +116,88 @@ class Architecture:
         The embedding is left out, and so is the output head, which only one token needs.
         """
         shape = self.attention
-        weights = shape.num_layers * (shape.attention_weights + self.ffn_weights)
-        attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens**2 / 2
-        return 2.0 * weights * num_tokens + attention
+        pairs = num_tokens**2 / 2 if shape.windows is None else shape.pairs(Run(0, num_tokens))
+        weights = self.active_parameters - self._num_heads_weights
+        return 2.0 * weights * num_tokens + shape.num_layers * shape.pair_flops * pairs
 
     def stage_bytes(self, layers: range) -> float:
         """Return the bytes of some layers. The first layer includes the embedding, the last the output head."""
         shape = self.attention
-        layer = shape.attention_weights * self.precision.weight_bytes + self.ffn_weights * self.precision.ffn_bytes
         ends = [layers.start == 0, layers.stop == shape.num_layers]
         num_ends = 1 if self.tied and all(ends) else sum(ends)
-        return len(layers) * layer + num_ends * self.head_bytes
+        projections = len(layers) * shape.attention_weights * self.precision.weight_bytes
+        num_sparse = self.num_sparse(layers)
+        feed_forward = (len(layers) - num_sparse) * self.ffn_weights * self.precision.ffn_bytes
+        if num_sparse and self.experts is not None:
+            experts = self._expert_weights(self.experts.number) * self.precision.ffn_bytes
+            feed_forward += num_sparse * (experts + self.router_weights * self.precision.activation_bytes)
+        return projections + feed_forward + num_ends * self.head_bytes
+
+    def read_bytes(self, tokens: float) -> float:
+        """Return the bytes of the matrices that compute `tokens` tokens, with the expected number of experts."""
+        embedding = 0.0 if self.tied else self.head_bytes
+        if self.experts is None:
+            return self.weight_bytes - embedding
+        unused = self.matrices_of(self.experts.intermediate_size) * (self.experts.number - self.experts.active(tokens))
+        return self.weight_bytes - embedding - len(self.experts.layers) * unused * self.precision.ffn_bytes
+
+    def copied_bytes(self, layers: range) -> float:
+        """Return the bytes of some layers of which every tensor-parallel rank has a copy."""
+        latent, shape = self.attention.latent, self.attention
+        down = 0 if latent is None else latent.down_weights(shape.hidden_size)
+        routers = self.num_sparse(layers) * self.router_weights * self.precision.activation_bytes
+        return len(layers) * down * self.precision.weight_bytes + routers
+
+    def rank_bytes(self, layers: range, tp: int) -> float:
+        """Return the bytes of some layers on each of `tp` ranks."""
+        copied = self.copied_bytes(layers)
+        return copied + (self.stage_bytes(layers) - copied) / tp
+
+    def num_sparse(self, layers: range) -> int:
+        """Return the number of layers with experts among some layers."""
+        return 0 if self.experts is None else sum(layer in layers for layer in self.experts.layers)
 
 
 def from_config(config: Mapping[str, Any], *, name: str, precision: Precision = HALF) -> Architecture:
     """Parse a config.json, which may nest the language model under `text_config`.
 
     Raises:
-        ValueError: a field is missing or not a positive number, or the model has mixtures of experts, latent attention,
-            or sizes in nested objects that are not read.
+        ValueError: a field is missing or not a positive number. Or the model has layers that are not modelled, or
+            sizes in nested objects that are not read.
     """
     config = config.get("text_config", config)
     nested = {key: config.get(key) or {} for key in _NESTED}
     for key, value in nested.items():
         if not isinstance(value, Mapping):
             raise ValueError(f"{key} of {name} must be an object, but {value!r} given")
-    if any(part.get(key) not in (None, 0, 1) for part in (config, nested["ffn_config"]) for key in _EXPERTS):
-        raise ValueError(f"the config of {name} has experts in its feed-forward layers, whose cost is not modelled")
-    if config.get(_LATENT):
-        raise ValueError(f"the config of {name} has latent attention ({_LATENT}), whose cost is not modelled")
-    for key, (field, usual) in _NESTED.items():
-        if nested[key].get(field) is not None:
-            raise ValueError(f"the config of {name} has {field} in {key}, which is not read: name it {usual}, outside")
+    for key, fields in _NESTED.items():
+        for field, usual in fields.items():
+            number = nested[key].get(field)
+            if number is not None and not (usual == "num_local_experts" and number == 1):
+                problem = f"the config of {name} has {field} in {key}, which is not read: name it {usual}, outside"
+                raise ValueError(problem)
+    check_layers(config, name)
     kind = str(config.get("model_type", ""))
-    hidden_size = _size(config, "hidden_size", name)
-    num_heads = _size(config, "num_attention_heads", name)
+    hidden_size = size(config, "hidden_size", name)
+    num_heads = size(config, "num_attention_heads", name)
+    latent, intermediate_size = read_latent(config, name), size(config, "intermediate_size", name, 4 * hidden_size)
     shape = ModelShape(
-        num_layers=_size(config, "num_hidden_layers", name),
+        num_layers=size(config, "num_hidden_layers", name),
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=_kv_heads(config, num_heads, name),
-        head_dim=_size(config, "head_dim", name, default=hidden_size // num_heads),
+        num_kv_heads=1 if latent else _kv_heads(config, num_heads, name),
+        head_dim=latent.stored_dim if latent else size(config, "head_dim", name, default=hidden_size // num_heads),
         bytes_per_element=precision.activation_bytes,
         kv_element_bytes=None if precision.kv == precision.activations else precision.kv_bytes,
+        latent=latent,
+        windows=read_windows(config, name),
     )
     return Architecture(
         name=name,
         attention=shape,
-        intermediate_size=_size(config, "intermediate_size", name, default=4 * hidden_size),
-        vocab_size=_size(config, "vocab_size", name),
+        intermediate_size=intermediate_size,
+        experts=read_experts(config, name, intermediate_size),
+        vocab_size=size(config, "vocab_size", name),
         precision=precision,
         gated=kind not in _TWO_MATRICES,
         tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
@@ -218,13 +213,4 @@ def _kv_heads(config: Mapping[str, Any], num_heads: int, name: str) -> int:
         return 1
     if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):
         return num_heads
-    return _size(config, "num_key_value_heads", name, default=num_heads)
-
-
-def _size(config: Mapping[str, Any], field: str, name: str, default: int | None = None) -> int:
-    size = next((config[key] for key in _OTHER_NAMES[field] if config.get(key) is not None), default)
-    if size is None:
-        raise ValueError(f"the config of {name} has no {field}: add it")
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"{field} of {name} must be a positive whole number, but {size!r} given")
-    return size
+    return size(config, "num_key_value_heads", name, default=num_heads)

@@ -15,12 +15,12 @@ from longspan.core.link_classes import LinkClass
 from longspan.core.runs import Run, SpanShards, chunk_tokens
 from longspan.core.splits import ParallelSpec, cut_evenly
 from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
-from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.flows import DISK_BYTES_PER_S, alone_s
 from longspan.cost.forward import pipelined_s
 from longspan.cost.partitions import cut
 from longspan.cost.profile import Decode, Prefill, Profile
 from longspan.cost.profile_key import ProfileKey
+from longspan.cost.shape import Hardware, ModelShape
 from longspan.cost.step_cost import StepCost
 from longspan.errors import ParameterError
 
@@ -67,7 +67,7 @@ class SwapPrice:
         Args:
             token_flops: operations of a token without attention.
         """
-        pair_flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
+        pair_flops = shape.pair_flops * shape.num_layers
 
         def prefill_s(new: int, cached: int) -> float:
             return new * (token_flops + pair_flops * (cached + new / 2)) / speeds.flops_per_s

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from longspan.core.exchange import LOCAL, Exchange, exchange_named
 from longspan.core.link_classes import SAME_HOST, LinkClass
-from longspan.cost.architecture import Hardware, ModelShape, typical_hardware
 from longspan.cost.profile_key import Count, ProfileKey, Stored
+from longspan.cost.shape import Hardware, ModelShape, typical_hardware
 
 Kind = tuple[int, Exchange]
 """The number of instances that share a request, and their exchange."""
@@ -232,7 +232,7 @@ class Profile(Stored, frozen=True, kw_only=True):
         alone, link = self.over(link_class).fits().get((1, LOCAL)), self.link("point_to_point", 2, link_class)
         if alone is None or link is None or alone.pair_s == 0:
             return None
-        flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
+        flops = shape.pair_flops * shape.num_layers
         return Hardware(flops_per_s=flops / alone.pair_s, bytes_per_s=link.bytes_per_s * self.profile_key.tp)
 
     def speeds(self, shape: ModelShape, link_class: LinkClass = SAME_HOST) -> Hardware:

@@ -17,7 +17,7 @@ from longspan.core.kv_record import KvRecord, LayerRecord
 from longspan.core.link_classes import slowest_link
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
-from longspan.cost.architecture import Architecture, Hardware
+from longspan.cost.architecture import Architecture
 from longspan.cost.estimate import (
     activation_bytes,
     full_step,
@@ -33,6 +33,7 @@ from longspan.cost.partitions import MAX_SEARCHED, ModelledPartitions, fractions
 from longspan.cost.pricing import PricedPhases, predicted_profile, whole_prompt_s
 from longspan.cost.profile import Profile, profiled_prompts
 from longspan.cost.profile_key import ProfileKey
+from longspan.cost.shape import Hardware
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
@@ -236,5 +237,5 @@ def kv_record(model: Architecture, block_size: int) -> KvRecord:
     shape = model.attention
     num_bytes = int(block_size * shape.head_dim * shape.bytes_per_kv_element)
     heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads}
-    layer = LayerRecord(**heads, key_bytes=num_bytes, value_bytes=num_bytes)
+    layer = LayerRecord(**heads, key_bytes=num_bytes, value_bytes=0 if shape.latent else num_bytes)
     return KvRecord(layers=(layer,) * shape.num_layers)
