@@ -83,8 +83,8 @@ def errors(data: Path) -> Iterator[KernelErrors]:
         yield KernelErrors(
             kind=_SHOWN[kind],
             device=_DEVICES[device],
-            dtype=f"{members} GPUs",
-            size=size,
+            dtype="16 and 8 bits",
+            size=f"{members} GPUs, {size}",
             before=_errors(_before_s, rows),
             after=_errors(_after_s, fitted),
             left_rows=_errors(_after_s, [r for r in rows if r.is_held_out and r.source != _HELD_OUT_FRAMEWORK]),
