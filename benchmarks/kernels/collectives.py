@@ -74,7 +74,7 @@ def errors(data: Path) -> Iterator[KernelErrors]:
     framework. Kernels launched one by one show the time of the host, and are left out.
     """
     parts: dict[tuple[str, str, int, str], list[Measured]] = {}
-    for row in _measured(data):
+    for row in read_measured(data):
         if not row.is_eager and (row.source != "nccl" or row.kind != "all_reduce"):
             size = next(name for limit, name in _CLASSES if row.num_bytes < limit)
             parts.setdefault((row.kind, row.device, row.members, size), []).append(row)
@@ -98,7 +98,7 @@ def _errors(predicted_s: Callable[[Measured], float], rows: list[Measured]) -> A
 
 def print_constants(data: Path) -> None:
     """Print the tables of links.toml."""
-    rows = [row for row in _measured(data) if not row.is_held_out and not row.is_eager]
+    rows = [row for row in read_measured(data) if not row.is_held_out and not row.is_eager]
     for device, link in _LINKS.items():
         nominal = catalog.link(link).nominal_bytes_per_s
         for kind in dict.fromkeys(_KINDS.values()):
@@ -114,7 +114,7 @@ def _is_kernel(row: Measured) -> bool:
 
 
 def _print(table: str, nominal: float, rows: list[Measured]) -> None:
-    fits = [_fit([row for row in rows if row.members == members]) for members in _MEMBERS]
+    fits = [fit([row for row in rows if row.members == members]) for members in _MEMBERS]
     starts = [[f"{1e6 * lines[protocol][0]:.1f}" for lines in fits] for protocol in range(2)]
     parts = [[f"{1 / lines[protocol][1] / nominal:.3g}" for lines in fits] for protocol in range(2)]
     print(f"\n[{table}]")
@@ -123,7 +123,7 @@ def _print(table: str, nominal: float, rows: list[Measured]) -> None:
         print(f"{name} = [{', '.join(protocols)}]")
 
 
-def _fit(rows: list[Measured]) -> list[Array]:
+def fit(rows: list[Measured]) -> list[Array]:
     """Return two lines, start and time per byte, whose lower one has the least mean logarithmic error.
 
     The first line is fitted to the messages up to a size, the second one to larger messages, for every such size.
@@ -159,7 +159,7 @@ def _before_s(row: Measured) -> float:
     return start_s + row.sent / (nominal * part)
 
 
-def _measured(data: Path) -> list[Measured]:
+def read_measured(data: Path) -> list[Measured]:
     nccl = [_nccl(fields) for fields in read_rows(data / "kernels" / "nccl.csv.gz")]
     halves = [row for row in nccl if row.kind == "all_reduce" and row.num_bytes == 2 * row.num_elements]
     summed = {(row.device, row.members, row.num_elements): row.seconds for row in halves}
