@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Attention, Device, Efficiency, LinearCurve
+from longspan.cost.flash import NEAR_KEYS, FlashCurve, flash_curve
 from longspan.cost.precision import BYTES, Format, Precision
 
 Number = TypeVar("Number", float, NDArray[np.float64])
 
 _TILE = 128 * 128
-_ROWS = 128
 
 
 @lru_cache(maxsize=65536)
@@ -197,24 +197,30 @@ class Layer:
     def start_s(self) -> float:
         return self.efficiency.stream.start_us * 1e-6
 
-    def attention_s(self, *, queries: float, pairs: float, keys: float, heads: float, kv_heads: float) -> float:
-        """Return the seconds of fused attention.
+    @cached_property
+    def flash(self) -> FlashCurve:
+        """Fused attention of this layer."""
+        shape = self.model.attention
+        key_bytes = shape.kv_bytes / shape.num_kv_heads
+        return flash_curve(
+            self.device, self.precision, shape.head_dim, 4 * shape.head_dim, key_bytes, self.attention.attention
+        )
 
-        Args:
-            queries: number of rows. Rows times heads fill the device.
-            pairs: pairs of a query and a visible key.
-            keys: number of keys read per KV head.
-        """
+    def attention_s(
+        self,
+        *,
+        queries: float,
+        pairs: float,
+        keys: float,
+        heads: float,
+        kv_heads: float,
+        sequences: float = 1,
+        near_keys: float = NEAR_KEYS,
+    ) -> float:
+        """Return the seconds of a call of fused attention, see `FlashCurve.seconds`."""
         if not pairs:
             return 0.0
-        memory_s = self._read_s(keys, kv_heads)
-        # Few queries are packed by KV head. Long keys are split over the device, and merged by a second operator.
-        if queries * heads < _ROWS * kv_heads:
-            return 2 * self.start_s + memory_s
-        waves = max(queries, 1) * heads / (_ROWS * self.device.units)
-        filled = waves / (waves + self.efficiency.linear.half_wave)
-        compute_s = 4 * pairs * heads * self.model.attention.head_dim / (self._peak * self.attention.attention * filled)
-        return 2 * self.start_s + max(compute_s, memory_s)
+        return self.flash.seconds(queries, pairs, keys, heads, kv_heads, sequences, near_keys)
 
     def scores_s(self, *, scores: float, keys: float, heads: float, kv_heads: float) -> float:
         """Return the seconds of unfused attention over `scores` per head, including masked, and `keys` per KV head."""

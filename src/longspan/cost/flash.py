@@ -1,0 +1,139 @@
+"""Seconds of fused attention, by one law from single-token decodes to whole prompts.
+
+A call reads keys and values, and computes pairs. The longer of both counts, plus the start, one term per sequence and
+one for splitting keys. docs/cost.md has the law, its sources and its errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+from longspan.cost.catalog import Device, FlashConstants, flash_constants
+from longspan.cost.precision import Precision
+
+TILE_ROWS = 128
+"""Query rows of a tile."""
+NEAR_KEYS = 16384
+"""Distance of a query and a key up to which kernels were measured. `far` applies to pairs further apart."""
+_EVEN_WAVE = 0.5
+"""Idle part of a wave if all tiles have equally many keys: the mean of what is unfilled in the last wave. Modelled."""
+SPLIT_KEYS = 1024
+"""Keys at which splitting costs half of `split_us`."""
+SPLIT_TASKS = 32
+"""Pairs of a query and a KV head at which splitting costs half of that, since they fill the device unsplit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashCurve:
+    """Attention of one head size and precision on one device.
+
+    Attributes:
+        pair_s, far_pair_s: seconds of a pair and query head on a full device, up to `NEAR_KEYS` apart, and further.
+        row_s: seconds of a query row, in addition to its pairs: partly masked tiles, queries and outputs.
+        ragged: idle part of a wave if tiles have up to twice the mean number of keys, as in a new prompt.
+        wave_rows: query rows that fill the device.
+        key_s: seconds to read a key and value of one KV head.
+        few: number of concurrent reads (query and KV head) at which reading takes twice as long as by many.
+        new_key_s: seconds to store a new key and value of one KV head.
+    """
+
+    start_s: float
+    pair_s: float
+    far_pair_s: float
+    row_s: float
+    ragged: float
+    wave_rows: float
+    key_s: float
+    few: float
+    new_key_s: float
+    sequence_s: float
+    split_s: float
+
+    def seconds(
+        self,
+        queries: float,
+        pairs: float,
+        keys: float,
+        heads: float,
+        kv_heads: float,
+        sequences: float = 1,
+        near_keys: float = NEAR_KEYS,
+    ) -> float:
+        """Return the seconds of a call.
+
+        Args:
+            pairs: pairs of a query and a visible key.
+            keys: number of keys read per KV head, of all sequences.
+            sequences: all queries of a decode, else 1: prompts of one call fill the device together.
+            near_keys: limit of the mean number of keys of a query in this call that are at most `NEAR_KEYS` from it.
+        """
+        seen, tasks = pairs / queries, queries * kv_heads
+        idle = min(1.0, queries / (2 * seen))
+        idle = self.ragged * idle + max(self.ragged / 2, _EVEN_WAVE) * (1 - idle)
+        rows = queries * heads
+        if rows > self.wave_rows:
+            idle *= self.wave_rows / rows
+        compute_s = pairs * self.pair_s
+        if seen > near_keys:
+            compute_s = queries * (near_keys * self.pair_s + (seen - near_keys) * self.far_pair_s)
+        compute_s = heads * (compute_s * (1 + idle) + queries * self.row_s)
+        read_s = keys * kv_heads * self.key_s * (1 + self.few / tasks)
+        split_s = self.split_s * seen / (seen + SPLIT_KEYS) * (SPLIT_TASKS / (SPLIT_TASKS + tasks))
+        return self.start_s + sequences * kv_heads * self.sequence_s + split_s + max(compute_s, read_s)
+
+    def store_s(self, tokens: float, kv_heads: float) -> float:
+        """Return the seconds to write new keys and values to the cache."""
+        return tokens * kv_heads * self.new_key_s
+
+
+@cache
+def flash_curve(
+    device: Device, precision: Precision, head_dim: float, pair_flops: float, key_bytes: float, scale: float
+) -> FlashCurve:
+    """Return the curve of a head size.
+
+    Args:
+        head_dim: where sizes of keys and values differ, their mean.
+        pair_flops: operations of a pair of a query and a key, for one query head.
+        key_bytes: stored bytes of a key and its value, for one KV head.
+        scale: factor of the speed of products, 1 for the measured kernels.
+    """
+    return curve_of(flash_constants(device, precision), device, precision, head_dim, pair_flops, key_bytes, scale)
+
+
+def curve_of(
+    of: FlashConstants,
+    device: Device,
+    precision: Precision,
+    head_dim: float,
+    pair_flops: float,
+    key_bytes: float,
+    scale: float,
+) -> FlashCurve:
+    pair_s = pair_flops / (device.peak(precision.attention) * scale * between(of.head_dims, of.compute, head_dim))
+    bytes_per_s = device.bytes_per_s * between(of.head_dims, of.memory, head_dim)
+    return FlashCurve(
+        start_s=of.start_us * 1e-6,
+        pair_s=pair_s,
+        far_pair_s=pair_s / of.far,
+        row_s=of.row_keys * pair_s,
+        ragged=of.ragged,
+        wave_rows=TILE_ROWS * device.units,
+        key_s=key_bytes / bytes_per_s,
+        few=of.few,
+        new_key_s=of.stores * 4 * head_dim / device.bytes_per_s,
+        sequence_s=of.sequence_us * 1e-6 / device.units,
+        split_s=of.split_us * 1e-6,
+    )
+
+
+def between(sizes: tuple[float, ...], values: tuple[float, ...], size: float) -> float:
+    """Return the value at a size, by straight lines between sizes. Sizes outside have the value of the nearest."""
+    if size <= sizes[0]:
+        return values[0]
+    for (low, high), (first, last) in zip(pairwise(sizes), pairwise(values), strict=True):
+        if size <= high:
+            return first + (last - first) * (size - low) / (high - low)
+    return values[-1]
