@@ -235,9 +235,8 @@ def after_s(call: Call, constants: FlashConstants | None = None) -> float:
 @cache
 def _curve(device_name: str, kv: Format, head_dim: int, constants: FlashConstants | None) -> flash.FlashCurve:
     device, precision = catalog.device(_DEVICES[device_name]), _precision(kv)
-    key_bytes = 2 * head_dim * precision.kv_bytes
     constants = constants or catalog.flash_constants(device, precision)
-    return flash.curve_of(constants, device, precision, head_dim, 4 * head_dim, key_bytes, 1.0)
+    return flash.curve_of(constants, device, precision, 2 * head_dim, 2 * head_dim * precision.kv_bytes)
 
 
 def before_s(call: Call) -> float:

@@ -279,7 +279,7 @@ def crossing(model: Architecture, members: int) -> float:
 
     def token_bytes(exchange: Exchange) -> float:
         shape = PromptShape(exchange=exchange, group=tuple(range(members)), new=length, cached=0, batch=1)
-        return exchanged_bytes(layer, shape.channel(None)) / length
+        return exchanged_bytes(layer, shape.channel(None, layer.model.attention)) / length
 
     kept = model.attention.kv_bytes * (members - 1) / members
     return weights / (token_bytes(GATHER_HIDDEN) - kept - token_bytes(ALLTOALL))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
+from longspan.cost.config_fields import stored_formats
 from longspan.cost.precision import Precision
 from longspan.cost.profile import Profile
 from longspan.csa_file import csa_settings
@@ -124,8 +125,16 @@ def read_architecture(model: str, spec: HardwareSpec = HardwareSpec()) -> Archit
     """
     config, dtype = _read_config(model), resolved_dtype(model, spec.dtype)
     kv = None if spec.kv_cache_dtype == "auto" else spec.kv_cache_dtype
-    precision = Precision.of("bfloat16" if dtype == "auto" else dtype, ffn=spec.ffn_dtype, kv=kv)
-    return from_config(config, name=model, precision=precision)
+    weights = ffn = "bfloat16" if dtype == "auto" else dtype
+    if spec.dtype == "auto" and (stored := stored_formats(config)) is not None:
+        weights, ffn = stored
+    precision = Precision.of(weights, ffn=spec.ffn_dtype or ffn, kv=kv)
+    sizes = from_config(config, name=model, precision=precision)
+    if not spec.expert_parallel:
+        return sizes
+    if sizes.experts is None:
+        raise ParameterError("expert_parallel", f"is for mixtures of experts, but {model} has none: leave it out", True)
+    return replace(sizes, experts=replace(sizes.experts, are_whole=True))
 
 
 def resolved_dtype(model: str, dtype: Dtype) -> Dtype:

@@ -32,8 +32,33 @@ MODELS = {  # billions of parameters, as their names or papers say
     "glm-4-9b": 9.4,
     "glm-4-9b-1m": 9.48,
     "internlm2.5-7b": 7.7,
+    "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.6,
+    "llama-3.1-405b": 405.9,
+    "llama-3.3-70b": 70.6,
+    "qwen2.5-7b": 7.61,
+    "qwen2.5-14b": 14.7,
+    "qwen2.5-32b": 32.5,
+    "qwen2.5-72b": 72.7,
+    "qwen3-8b": 8.2,
+    "qwen3-14b": 14.8,
+    "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235,
+    "mistral-7b": 7.25,
+    "mistral-nemo-12b": 12.2,
+    "mistral-small-24b": 23.6,
+    "mixtral-8x7b": 46.7,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "deepseek-v3": 671,
+    "glm-4.5": 355,
+    "glm-4.6": 355,
+    "glm-4.5-air": 106,
     "smollm2-135m": 0.1345,
 }
+OLD = {name for name in MODELS if name.startswith(("llama-7b", "llama-2", "llama-13b", "llama-30b"))}
+"""Models whose published counts are rounded."""
 HARDWARE = (
     "a100-sxm-80g",
     "a100-sxm-40g",
@@ -72,7 +97,7 @@ def test_heads_that_are_tied_by_default_are_counted_once() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_parameters_that_they_are_known_for(name: str) -> None:
     model = from_config(catalog.model_config(name), name=name)
-    assert model.num_parameters / 1e9 == pytest.approx(MODELS[name], rel=0.02)
+    assert model.num_parameters / 1e9 == pytest.approx(MODELS[name], rel=0.02 if name in OLD else 0.01)
     assert model.weight_bytes == pytest.approx(2 * model.num_parameters)
     assert catalog.model_config(name)["source"]
 
@@ -152,7 +177,9 @@ def test_the_slow_links_of_the_papers() -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"hardware 'b200' is unknown: choose from a100-sxm-80g, .*b200-sxm is similar"):
+    with pytest.raises(
+        ValueError, match=r"hardware 'b200' is unknown: choose from a100-sxm-80g, .*b200-sxm is similar"
+    ):
         catalog.device("b200")
     with pytest.raises(ValueError, match=r"link 'wifi' is unknown: choose from nvlink2, "):
         catalog.link("wifi")
@@ -199,10 +226,17 @@ def test_mixed_precision_counts_the_feed_forward_layers_apart() -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers of tiny must be a positive whole number, but 0 given"),
         ({"vocab_size": "many"}, "vocab_size of tiny must be a positive whole number, but 'many' given"),
         ({"num_key_value_heads": 3}, "8 query heads do not share 3 KV heads evenly"),
-        ({"num_local_experts": 8}, "has experts in its feed-forward layers, whose cost is not modelled"),
-        ({"num_experts": [4, 8]}, "has experts in its feed-forward layers, whose cost is not modelled"),
-        ({"kv_lora_rank": 512}, "has latent attention"),
-        ({"ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16}}, "has experts in its"),
+        ({"num_local_experts": 8}, "the config of tiny has no num_experts_per_tok: add it"),
+        ({"num_experts": [4, 8]}, r"num_experts of tiny must be a positive whole number, but \[4, 8\] given"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok of tiny must be at most 4, but 5 given"),
+        ({"kv_lora_rank": 512}, "the config of tiny has no qk_rope_head_dim: add it"),
+        ({"ffn_config": {"moe_num_experts": 16}}, "moe_num_experts in ffn_config, .*: name it num_local_experts"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, r"linear attention or a state space \(layer_types\)"),
+        ({"model_type": "mamba2"}, r"linear attention or a state space \(model_type\)"),
+        ({"linear_num_key_heads": 16}, r"linear attention or a state space \(linear_num_key_heads\)"),
+        ({"mamba_d_state": 16}, r"linear attention or a state space \(mamba_d_state\)"),
+        ({"index_topk": 2048}, r"sparse attention with an indexer \(index_topk\), whose cost is not modelled"),
+        ({"attention_chunk_size": 8192}, r"attention in chunks \(attention_chunk_size\)"),
         ({"attn_config": {"kv_n_heads": 1}}, "has kv_n_heads in attn_config"),
         ({"ffn_config": {"ffn_hidden_size": 10752}}, "ffn_hidden_size in ffn_config, .*: name it intermediate_size"),
         ({"attn_config": {"kv_n_heads": 8}}, "has kv_n_heads in attn_config, .*: name it num_key_value_heads"),

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longspan.core.runs import Run
+from longspan.cost.config_fields import check_layers, read_experts, read_latent, read_windows, size
+from longspan.cost.layer_kinds import Experts, Latent, Windows
 from longspan.cost.precision import HALF, Precision
 
 
@@ -16,6 +19,8 @@ class ModelShape:
     Attributes:
         bytes_per_element: of queries and hidden states, and of keys and values in messages. 2 for bfloat16.
         kv_element_bytes: of stored keys and values. `bytes_per_element` if None.
+        latent: with latent attention, `num_kv_heads` is 1 and `head_dim` the stored elements of a token.
+        windows: the layers with sliding windows, if any.
     """
 
     num_layers: int
@@ -25,6 +30,8 @@ class ModelShape:
     head_dim: int
     bytes_per_element: float
     kv_element_bytes: float | None = None
+    latent: Latent | None = None
+    windows: Windows | None = None
 
     @property
     def bytes_per_kv_element(self) -> float:
@@ -33,7 +40,8 @@ class ModelShape:
     @property
     def kv_bytes(self) -> float:
         """Bytes of keys and values per token and layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_kv_element
+        vectors = 1 if self.latent else 2
+        return vectors * self.num_kv_heads * self.head_dim * self.bytes_per_kv_element
 
     def block_bytes(self, num_tokens: int) -> float:
         """Return the bytes of a KV block of `num_tokens` tokens, with all layers and heads."""
@@ -41,8 +49,33 @@ class ModelShape:
 
     @property
     def attention_weights(self) -> int:
-        """Elements of the four projections of one layer."""
+        """Elements of the projections of one layer."""
+        if self.latent is not None:
+            heads = self.num_heads * self.latent.head_weights(self.hidden_size)
+            return self.latent.down_weights(self.hidden_size) + heads
         return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+
+    @property
+    def pair_flops(self) -> int:
+        """Operations of attention for a pair of a query and a key in one layer, with keys and values of each head."""
+        dims = 2 * self.head_dim if self.latent is None else self.latent.key_dim + self.latent.value_dim
+        return 2 * self.num_heads * dims
+
+    def seen(self, num_tokens: float, num_queries: float = 1) -> float:
+        """Return the keys that the last `num_queries` of `num_tokens` tokens attend to, as the mean over layers."""
+        if self.windows is None:
+            return num_tokens
+        return self._mean(num_tokens, self.windows.keys(num_tokens, num_queries))
+
+    def pairs(self, run: Run) -> float:
+        """Return the pairs of a query in a run and a visible key, as the mean over layers."""
+        number = len(run)
+        pairs = number * (run.start + (number - 1) * run.step / 2 + 1)
+        return pairs if self.windows is None else self._mean(pairs, self.windows.pairs(run.start, number, run.step))
+
+    def _mean(self, full: float, windowed: float) -> float:
+        assert self.windows is not None
+        return full + (windowed - full) * self.windows.num_layers / self.num_layers
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -74,24 +107,16 @@ def typical_hardware(device: str, threads: int) -> Hardware:
     return Hardware(flops_per_s=6e10 * threads, bytes_per_s=1.5e9)
 
 
-_OTHER_NAMES = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
-    "intermediate_size": ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"),
-    "vocab_size": ("vocab_size", "padded_vocab_size"),
-    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"),
-    "head_dim": ("head_dim", "kv_channels"),
-}
 _NO_ROTARY = {"gpt2", "opt", "bloom", "mpt", "gpt_bigcode"}
 _TWO_MATRICES = {"falcon", "gpt_neox", "gptj", "phi", "starcoder2", "nemotron"} | _NO_ROTARY
 _LAYER_NORM = _TWO_MATRICES - {"nemotron"} | {"stablelm", "cohere"}
 _TIED = _NO_ROTARY | {"falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "cohere", "cohere2", "starcoder2"}
 """Model types whose output head is the embedding, unless the config states otherwise."""
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_NESTED = {"ffn_config": ("ffn_hidden_size", "intermediate_size"), "attn_config": ("kv_n_heads", "num_key_value_heads")}
+_NESTED = {
+    "ffn_config": {"ffn_hidden_size": "intermediate_size", "moe_num_experts": "num_local_experts"},
+    "attn_config": {"kv_n_heads": "num_key_value_heads"},
+}
 """Fields that MPT and DBRX have in nested objects, and their usual names."""
-_LATENT = "kv_lora_rank"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +125,9 @@ class Architecture:
 
     Attributes:
         attention: the sizes of attention.
+        intermediate_size: of dense feed-forward layers.
         precision: the format of each kind of tensor.
+        experts: the mixture of experts that replaces dense feed-forward layers, if any.
         gated: feed-forward layers have three matrices instead of two.
         tied: whether the output head is the embedding.
         rms_norm: RMS norms instead of layer norms.
@@ -118,11 +145,16 @@ class Architecture:
     rms_norm: bool = True
     rotary: bool = True
     parallel: bool = False
+    experts: Experts | None = None
 
     @property
     def ffn_weights(self) -> int:
-        """Elements of the feed-forward matrices of one layer."""
-        return (3 if self.gated else 2) * self.attention.hidden_size * self.intermediate_size
+        """Elements of the matrices of a dense feed-forward layer."""
+        return self.matrices_of(self.intermediate_size)
+
+    def matrices_of(self, intermediate_size: int) -> int:
+        """Return the elements of the feed-forward matrices of this size."""
+        return (3 if self.gated else 2) * self.attention.hidden_size * intermediate_size
 
     @property
     def head_weights(self) -> int:
@@ -135,13 +167,38 @@ class Architecture:
     @property
     def num_parameters(self) -> int:
         """Elements of all matrices, without norms and biases."""
-        layers = self.attention.num_layers * (self.attention.attention_weights + self.ffn_weights)
-        return layers + self.head_weights * (1 if self.tied else 2)
+        return self._layer_parameters(0 if self.experts is None else self.experts.number) + self._num_heads_weights
+
+    @property
+    def active_parameters(self) -> int:
+        """Elements of the matrices that compute one token."""
+        return self._layer_parameters(0 if self.experts is None else self.experts.per_token) + self._num_heads_weights
+
+    @property
+    def _num_heads_weights(self) -> int:
+        return self.head_weights * (1 if self.tied else 2)
+
+    def _layer_parameters(self, num_routed: int) -> int:
+        """Return the elements of all layers, with `num_routed` experts."""
+        num_layers, num_sparse, sparse = self.attention.num_layers, 0, 0
+        if self.experts is not None:
+            num_sparse, sparse = len(self.experts.layers), self.router_weights + self._expert_weights(num_routed)
+        dense = (num_layers - num_sparse) * self.ffn_weights
+        return num_layers * self.attention.attention_weights + dense + num_sparse * sparse
+
+    def _expert_weights(self, num_routed: int) -> int:
+        assert self.experts is not None
+        return self.matrices_of(num_routed * self.experts.intermediate_size + self.experts.shared_size)
+
+    @property
+    def router_weights(self) -> int:
+        """Elements of the router of a layer with experts, of which every tensor-parallel rank has a copy."""
+        return 0 if self.experts is None else self.attention.hidden_size * self.experts.number
 
     @property
     def head_layers(self) -> float:
-        """The weights of the output head, as a multiple of a layer's weights."""
-        return self.head_weights / (self.attention.attention_weights + self.ffn_weights)
+        """The weights of the output head, as a multiple of a layer's mean weights."""
+        return self.head_weights * self.attention.num_layers / (self.num_parameters - self._num_heads_weights)
 
     @property
     def weight_bytes(self) -> float:
@@ -154,55 +211,88 @@ class Architecture:
         The embedding is left out, and so is the output head, which only one token needs.
         """
         shape = self.attention
-        weights = shape.num_layers * (shape.attention_weights + self.ffn_weights)
-        attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens**2 / 2
-        return 2.0 * weights * num_tokens + attention
+        pairs = num_tokens**2 / 2 if shape.windows is None else shape.pairs(Run(0, num_tokens))
+        weights = self.active_parameters - self._num_heads_weights
+        return 2.0 * weights * num_tokens + shape.num_layers * shape.pair_flops * pairs
 
     def stage_bytes(self, layers: range) -> float:
         """Return the bytes of some layers. The first layer includes the embedding, the last the output head."""
         shape = self.attention
-        layer = shape.attention_weights * self.precision.weight_bytes + self.ffn_weights * self.precision.ffn_bytes
         ends = [layers.start == 0, layers.stop == shape.num_layers]
         num_ends = 1 if self.tied and all(ends) else sum(ends)
-        return len(layers) * layer + num_ends * self.head_bytes
+        projections = len(layers) * shape.attention_weights * self.precision.weight_bytes
+        num_sparse = self.num_sparse(layers)
+        feed_forward = (len(layers) - num_sparse) * self.ffn_weights * self.precision.ffn_bytes
+        if num_sparse and self.experts is not None:
+            experts = self._expert_weights(self.experts.number) * self.precision.ffn_bytes
+            feed_forward += num_sparse * (experts + self.router_weights * self.precision.activation_bytes)
+        return projections + feed_forward + num_ends * self.head_bytes
+
+    def read_bytes(self, tokens: float) -> float:
+        """Return the bytes of the matrices that compute `tokens` tokens, with the expected number of experts."""
+        embedding = 0.0 if self.tied else self.head_bytes
+        if self.experts is None:
+            return self.weight_bytes - embedding
+        unused = self.matrices_of(self.experts.intermediate_size) * (self.experts.number - self.experts.active(tokens))
+        return self.weight_bytes - embedding - len(self.experts.layers) * unused * self.precision.ffn_bytes
+
+    def copied_bytes(self, layers: range) -> float:
+        """Return the bytes of some layers of which every tensor-parallel rank has a copy."""
+        latent, shape = self.attention.latent, self.attention
+        down = 0 if latent is None else latent.down_weights(shape.hidden_size)
+        routers = self.num_sparse(layers) * self.router_weights * self.precision.activation_bytes
+        return len(layers) * down * self.precision.weight_bytes + routers
+
+    def rank_bytes(self, layers: range, tp: int) -> float:
+        """Return the bytes of some layers on each of `tp` ranks."""
+        copied = self.copied_bytes(layers)
+        return copied + (self.stage_bytes(layers) - copied) / tp
+
+    def num_sparse(self, layers: range) -> int:
+        """Return the number of layers with experts among some layers."""
+        return 0 if self.experts is None else sum(layer in layers for layer in self.experts.layers)
 
 
 def from_config(config: Mapping[str, Any], *, name: str, precision: Precision = HALF) -> Architecture:
     """Parse a config.json, which may nest the language model under `text_config`.
 
     Raises:
-        ValueError: a field is missing or not a positive number, or the model has mixtures of experts, latent attention,
-            or sizes in nested objects that are not read.
+        ValueError: a field is missing or not a positive number, or the model has layers that are not modelled, or sizes
+            in nested objects that are not read.
     """
     config = config.get("text_config", config)
     nested = {key: config.get(key) or {} for key in _NESTED}
     for key, value in nested.items():
         if not isinstance(value, Mapping):
             raise ValueError(f"{key} of {name} must be an object, but {value!r} given")
-    if any(part.get(key) not in (None, 0, 1) for part in (config, nested["ffn_config"]) for key in _EXPERTS):
-        raise ValueError(f"the config of {name} has experts in its feed-forward layers, whose cost is not modelled")
-    if config.get(_LATENT):
-        raise ValueError(f"the config of {name} has latent attention ({_LATENT}), whose cost is not modelled")
-    for key, (field, usual) in _NESTED.items():
-        if nested[key].get(field) is not None:
-            raise ValueError(f"the config of {name} has {field} in {key}, which is not read: name it {usual}, outside")
+    for key, fields in _NESTED.items():
+        for field, usual in fields.items():
+            number = nested[key].get(field)
+            if number is not None and not (usual == "num_local_experts" and number == 1):
+                problem = f"the config of {name} has {field} in {key}, which is not read: name it {usual}, outside"
+                raise ValueError(problem)
+    check_layers(config, name)
     kind = str(config.get("model_type", ""))
-    hidden_size = _size(config, "hidden_size", name)
-    num_heads = _size(config, "num_attention_heads", name)
+    hidden_size = size(config, "hidden_size", name)
+    num_heads = size(config, "num_attention_heads", name)
+    latent, intermediate_size = read_latent(config, name), size(config, "intermediate_size", name, 4 * hidden_size)
     shape = ModelShape(
-        num_layers=_size(config, "num_hidden_layers", name),
+        num_layers=size(config, "num_hidden_layers", name),
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=_kv_heads(config, num_heads, name),
-        head_dim=_size(config, "head_dim", name, default=hidden_size // num_heads),
+        num_kv_heads=1 if latent else _kv_heads(config, num_heads, name),
+        head_dim=latent.stored_dim if latent else size(config, "head_dim", name, default=hidden_size // num_heads),
         bytes_per_element=precision.activation_bytes,
         kv_element_bytes=None if precision.kv == precision.activations else precision.kv_bytes,
+        latent=latent,
+        windows=read_windows(config, name),
     )
     return Architecture(
         name=name,
         attention=shape,
-        intermediate_size=_size(config, "intermediate_size", name, default=4 * hidden_size),
-        vocab_size=_size(config, "vocab_size", name),
+        intermediate_size=intermediate_size,
+        experts=read_experts(config, name, intermediate_size),
+        vocab_size=size(config, "vocab_size", name),
         precision=precision,
         gated=kind not in _TWO_MATRICES,
         tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
@@ -218,13 +308,4 @@ def _kv_heads(config: Mapping[str, Any], num_heads: int, name: str) -> int:
         return 1
     if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):
         return num_heads
-    return _size(config, "num_key_value_heads", name, default=num_heads)
-
-
-def _size(config: Mapping[str, Any], field: str, name: str, default: int | None = None) -> int:
-    size = next((config[key] for key in _OTHER_NAMES[field] if config.get(key) is not None), default)
-    if size is None:
-        raise ValueError(f"the config of {name} has no {field}: add it")
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"{field} of {name} must be a positive whole number, but {size!r} given")
-    return size
+    return size(config, "num_key_value_heads", name, default=num_heads)

@@ -24,6 +24,7 @@ from longspan.core.exchange import (
 )
 from longspan.core.exchange_plugins import plugin_part
 from longspan.core.runs import SpanShards
+from longspan.cost.architecture import ModelShape
 from longspan.cost.flash import NEAR_KEYS
 from longspan.cost.roofline import Layer
 from longspan.cost.topology import Topology
@@ -75,7 +76,7 @@ class Channel:
     """The parts of a step with one group and exchange.
 
     Attributes:
-        keys: number of keys that are visible to any query of the parts.
+        keys: number of keys that are visible to any query of the parts, as the mean over layers.
         decode: whether all its queries are single tokens, so that a step is a recorded graph without launches.
     """
 
@@ -101,11 +102,16 @@ class ChannelTime:
     overhead_s: float = 0.0
 
 
-def shares_of(exchange: Exchange, runs: SpanShards, start: int, stop: int) -> list[Share]:
+def shares_of(
+    exchange: Exchange, runs: SpanShards, start: int, stop: int, shape: ModelShape | None = None
+) -> list[Share]:
     """Return the shares of members that compute runs of the span from `start` to `stop`.
 
     Earlier keys count as spread evenly over the group. A member of a chain receives all keys before its own, and its
     rectangles end with its own keys.
+
+    Args:
+        shape: of a model whose windows limit the pairs.
     """
     members, shares = len(runs), []
     for own in runs:
@@ -113,7 +119,10 @@ def shares_of(exchange: Exchange, runs: SpanShards, start: int, stop: int) -> li
         for run in own:
             number = len(run)
             queries += number
-            pairs += number * (run.start + (number - 1) * run.step / 2 + 1)
+            if shape is None or shape.windows is None:
+                pairs += number * (run.start + (number - 1) * run.step / 2 + 1)
+            else:
+                pairs += shape.pairs(run)
         width, held = stop, start / members + queries
         if exchange.traits.skewed and members > 1:
             width = held = max((run.stop for run in own), default=0)
@@ -138,7 +147,7 @@ def attention_s(
     if layer.attention.unfused:
         return layer.scores_s(scores=share.scores, keys=keys, heads=heads, kv_heads=kv_heads)
     own_keys = share.pairs / share.queries / pieces
-    attended_s = layer.attention_s(
+    attended_s = layer.attended_s(
         queries=share.queries,
         pairs=share.pairs / pieces,
         keys=keys / pieces,

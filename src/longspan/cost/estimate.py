@@ -192,21 +192,22 @@ class PromptShape:
         if len(self.group) > 1 and self.exchange == LOCAL:
             raise ValueError(f"{len(self.group)} instances share a prompt by an exchange: choose one, such as ring_kv")
 
-    def channel(self, partition: Sequence[int] | None) -> Channel:
+    def channel(self, partition: Sequence[int] | None, shape: ModelShape) -> Channel:
         members, total = len(self.group), self.new + self.cached
         if partition is None:
             runs = shard_span("zigzag" if members > 1 else "single", self.cached, total, members)
         else:
             ends = accumulate(partition, initial=self.cached)
             runs = tuple((Run(start, end),) if end > start else () for start, end in pairwise(ends))
-        every = shares_of(self.exchange, runs, self.cached, total)
+        every = shares_of(self.exchange, runs, self.cached, total, shape)
         shares = Shares.of([share.times(self.batch) for share in every])
-        return Channel(exchange=self.exchange, group=self.group, shares=shares, keys=total * self.batch, decode=False)
+        keys = self.batch * shape.seen(total, self.new)
+        return Channel(exchange=self.exchange, group=self.group, shares=shares, keys=keys, decode=False)
 
 
 def attention_flops(shape: ModelShape, pairs: float) -> float:
     """Return the operations of attention over these pairs of a query and a key, in all layers."""
-    return 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers
+    return pairs * shape.pair_flops * shape.num_layers
 
 
 def estimate_prefill(
@@ -232,15 +233,15 @@ def estimate_prefill(
     prompt = PromptShape(
         exchange=exchange, group=tuple(range(instances)), new=length - cached, cached=cached, batch=batch
     )
-    channel = prompt.channel(_partition(model, prompt, fractions))
+    channel = prompt.channel(_partition(model, prompt, fractions), model.layer.model.attention)
     at_once = channel
     if model.hops:
         last, at_once = _pipelined(model, prompt, fractions)
     else:
         last = _last(_times(model, channel, batch), exchange)
-    alone = replace(prompt, exchange=LOCAL, group=(0,)).channel(None)
+    alone = replace(prompt, exchange=LOCAL, group=(0,)).channel(None, model.layer.model.attention)
     alone_s = _times(model, alone, batch)[0].total_s
-    products = 2 * model.layer.model.num_parameters * prompt.new * batch
+    products = 2 * model.layer.model.active_parameters * prompt.new * batch
     flops = products + attention_flops(model.layer.model.attention, sum(channel.shares.pairs))
     return _estimate(
         model,
@@ -263,7 +264,7 @@ def _pipelined(model: Roofline, prompt: PromptShape, fractions: Fractions) -> tu
     number = -(-prompt.new // chunk_tokens(prompt.new, len(model.stages)))
     cuts = cut_evenly(prompt.new, number)
     chunks = [replace(prompt, new=stop - start, cached=prompt.cached + start) for start, stop in cuts]
-    channels = [chunk.channel(_partition(model, chunk, fractions)) for chunk in chunks]
+    channels = [chunk.channel(_partition(model, chunk, fractions), model.layer.model.attention) for chunk in chunks]
     total, by_stage = Breakdown(), []
     for channel in channels:
         last = _last(_times(model, channel, prompt.batch), prompt.exchange)
@@ -307,33 +308,35 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
     if instances > 1 and not exchange.traits.decodes:
         kinds = ", ".join(other.kind for other in decoding())
         raise ValueError(f"exchange {exchange.kind} is for prompts only: choose one of {kinds} to decode")
-    channel = decode_channel(LOCAL if instances == 1 else exchange, tuple(range(instances)), length, batch)
+    shape = model.layer.model.attention
+    channel = decode_channel(LOCAL if instances == 1 else exchange, tuple(range(instances)), length, batch, shape)
     breakdown, num_groups = _last(_times(model, channel), LOCAL), min(batch, len(model.stages))
     if model.hops:  # groups of requests alternate, to keep all stages busy
-        grouped = decode_channel(channel.exchange, channel.group, length, -(-batch // num_groups))
+        grouped = decode_channel(channel.exchange, channel.group, length, -(-batch // num_groups), shape)
         breakdown = _last(_times(model, grouped), LOCAL)
         tokens = max(grouped.shares.queries)
         stages_s = model.by_stage(breakdown.total_s - breakdown.head_s, breakdown.head_s, tokens)
         part = len(model.stages[-1]) / model.layer.model.attention.num_layers
         breakdown = breakdown.of_stage(part, max(sum(stages_s), num_groups * max(stages_s)))
-    layer, shape = model.layer, model.layer.model.attention
-    embedding = 0.0 if layer.model.tied else layer.model.head_bytes
-    keys_bytes = batch * length * shape.kv_bytes * shape.num_layers
-    read = (layer.model.weight_bytes - embedding) * instances + keys_bytes / num_groups
-    flops = batch * (2 * layer.model.num_parameters + attention_flops(shape, length))
+    layer = model.layer
+    keys_bytes = batch * shape.seen(length) * shape.kv_bytes * shape.num_layers
+    read = layer.model.read_bytes(batch) * instances + keys_bytes / num_groups
+    flops = batch * (2 * layer.model.active_parameters + attention_flops(shape, shape.seen(length)))
     bound_s = read / (instances * layer.tp * layer.device.bytes_per_s)
     return _estimate(
         model, channel, phase="decode", breakdown=breakdown, lower_bound_s=bound_s, flops=flops, at_once=channel
     )
 
 
-def decode_channel(exchange: Exchange, group: tuple[int, ...], length: int, batch: int) -> Channel:
+def decode_channel(
+    exchange: Exchange, group: tuple[int, ...], length: int, batch: int, shape: ModelShape | None = None
+) -> Channel:
     """Return the channel of one token per request. Keys and owners are spread evenly over members."""
-    members, keys = len(group), batch * length
+    members, seen = len(group), length if shape is None else shape.seen(length)
     queries = [batch // members + (member < batch % members) for member in range(members)]
-    pairs = [number * length for number in queries]
-    shares = Shares(queries=queries, pairs=pairs, scores=pairs, held=[keys / members] * members)
-    return Channel(exchange=exchange, group=group, shares=shares, keys=keys, decode=True)
+    pairs = [number * seen for number in queries]
+    shares = Shares(queries=queries, pairs=pairs, scores=pairs, held=[batch * length / members] * members)
+    return Channel(exchange=exchange, group=group, shares=shares, keys=batch * seen, decode=True)
 
 
 def _partition(model: Roofline, prompt: PromptShape, fractions: Fractions) -> tuple[int, ...] | None:
@@ -370,7 +373,9 @@ def _searched(model: Roofline, prompt: PromptShape, align: int = _BLOCK) -> tupl
     """Return the better of two searches, from even pieces and from pieces that take equal time alone."""
 
     def ttft_s(partition: tuple[int, ...]) -> float:
-        return _last(_times(model, prompt.channel(partition), prompt.batch), prompt.exchange).total_s
+        return _last(
+            _times(model, prompt.channel(partition, model.layer.model.attention), prompt.batch), prompt.exchange
+        ).total_s
 
     members = len(prompt.group)
     if members > MAX_SEARCHED:
@@ -459,7 +464,7 @@ def memory(line: Roofline, channel: Channel, tokens: float) -> Memory:
     scores = max(channel.shares.scores) * layer.heads * attention.score_buffer_bytes
     hidden, wide = activation_bytes(layer.model, tokens, layer.tp)
     return Memory(
-        weights=max(layer.model.stage_bytes(layers) for layers in line.stages) / layer.tp,
+        weights=max(layer.model.rank_bytes(layers, layer.tp) for layers in line.stages),
         kv=copies * held * layer.kv_bytes * most_layers,
         scores=scores,
         activations=hidden + max(0.0, wide - scores),
@@ -477,7 +482,11 @@ def activation_bytes(model: Architecture, tokens: float, tp: int) -> tuple[float
     """Return the bytes of hidden states, and of feed-forward activations, on a rank that computes `tokens` tokens."""
     shape, matrices = model.attention, 4 if model.gated else 2
     hidden = _HIDDEN_COPIES * tokens * shape.hidden_size * shape.bytes_per_element
-    return hidden, matrices * tokens * model.intermediate_size / tp * shape.bytes_per_element
+    width = model.intermediate_size / tp
+    if (experts := model.experts) is not None:  # outputs of experts are stored before they are summed
+        routed = experts.per_token * (matrices * experts.intermediate_size / tp + shape.hidden_size)
+        width = max(width, (routed + matrices * experts.shared_size / tp) / matrices)
+    return hidden, matrices * tokens * width * shape.bytes_per_element
 
 
 def whole_prompt_tokens(needed_bytes: Callable[[int], float], free_bytes: float, *, least: int, longest: int) -> int:

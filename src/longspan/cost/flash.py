@@ -89,41 +89,32 @@ class FlashCurve:
 
 
 @cache
-def flash_curve(
-    device: Device, precision: Precision, head_dim: float, pair_flops: float, key_bytes: float, scale: float
-) -> FlashCurve:
+def flash_curve(device: Device, precision: Precision, dims: float, key_bytes: float, scale: float) -> FlashCurve:
     """Return the curve of a head size.
 
     Args:
-        head_dim: where sizes of keys and values differ, their mean.
-        pair_flops: operations of a pair of a query and a key, for one query head.
+        dims: elements of a key and its value, together.
         key_bytes: stored bytes of a key and its value, for one KV head.
         scale: factor of the speed of products, 1 for the measured kernels.
     """
-    return curve_of(flash_constants(device, precision), device, precision, head_dim, pair_flops, key_bytes, scale)
+    return curve_of(flash_constants(device, precision), device, precision, dims, key_bytes, scale)
 
 
 def curve_of(
-    of: FlashConstants,
-    device: Device,
-    precision: Precision,
-    head_dim: float,
-    pair_flops: float,
-    key_bytes: float,
-    scale: float,
+    of: FlashConstants, device: Device, precision: Precision, dims: float, key_bytes: float, scale: float = 1.0
 ) -> FlashCurve:
-    pair_s = pair_flops / (device.peak(precision.attention) * scale * between(of.head_dims, of.compute, head_dim))
-    bytes_per_s = device.bytes_per_s * between(of.head_dims, of.memory, head_dim)
+    peak = device.peak(precision.attention) * scale * between(of.head_dims, of.compute, dims / 2)
+    bytes_per_s = device.bytes_per_s * between(of.head_dims, of.memory, dims / 2)
     return FlashCurve(
         start_s=of.start_us * 1e-6,
-        pair_s=pair_s,
-        far_pair_s=pair_s / of.far,
-        row_s=of.row_keys * pair_s,
+        pair_s=2 * dims / peak,
+        far_pair_s=2 * dims / (peak * of.far),
+        row_s=of.row_keys * 2 * dims / peak,
         ragged=of.ragged,
         wave_rows=TILE_ROWS * device.units,
         key_s=key_bytes / bytes_per_s,
         few=of.few,
-        new_key_s=of.stores * 4 * head_dim / device.bytes_per_s,
+        new_key_s=of.stores * 2 * dims / device.bytes_per_s,
         sequence_s=of.sequence_us * 1e-6 / device.units,
         split_s=of.split_us * 1e-6,
     )

@@ -67,7 +67,7 @@ class SwapPrice:
         Args:
             token_flops: operations of a token without attention.
         """
-        pair_flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
+        pair_flops = shape.pair_flops * shape.num_layers
 
         def prefill_s(new: int, cached: int) -> float:
             return new * (token_flops + pair_flops * (cached + new / 2)) / speeds.flops_per_s

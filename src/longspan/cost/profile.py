@@ -232,7 +232,7 @@ class Profile(Stored, frozen=True, kw_only=True):
         alone, link = self.over(link_class).fits().get((1, LOCAL)), self.link("point_to_point", 2, link_class)
         if alone is None or link is None or alone.pair_s == 0:
             return None
-        flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
+        flops = shape.pair_flops * shape.num_layers
         return Hardware(flops_per_s=flops / alone.pair_s, bytes_per_s=link.bytes_per_s * self.profile_key.tp)
 
     def speeds(self, shape: ModelShape, link_class: LinkClass = SAME_HOST) -> Hardware:

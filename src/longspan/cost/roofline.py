@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Attention, Device, Efficiency, LinearCurve
 from longspan.cost.flash import NEAR_KEYS, FlashCurve, flash_curve
+from longspan.cost.layer_kinds import Experts, Latent
 from longspan.cost.precision import BYTES, Format, Precision
 
 Number = TypeVar("Number", float, NDArray[np.float64])
@@ -21,8 +22,11 @@ _TILE = 128 * 128
 
 
 @lru_cache(maxsize=65536)
-def linear_s(layer: Layer, rows: float, inputs: float, outputs: float, weights: Format) -> float:
-    """Return the seconds of a product of [rows, inputs] and weights [inputs, outputs] in a format."""
+def linear_s(layer: Layer, rows: float, inputs: float, outputs: float, weights: Format, groups: float = 1) -> float:
+    """Return the seconds of a product of [rows, inputs] and weights [inputs, outputs] in a format.
+
+    Several `groups` of equal products, each with its own weights, have an equal part of the device each.
+    """
     if not rows:
         return 0.0
     return product_s(
@@ -32,9 +36,9 @@ def linear_s(layer: Layer, rows: float, inputs: float, outputs: float, weights: 
         outputs,
         weight_bytes=BYTES[weights],
         bytes_per_element=layer.bytes_per_element,
-        peak=layer.device.peak(weights),
-        bytes_per_s=layer.device.bytes_per_s,
-        units=layer.device.units,
+        peak=layer.device.peak(weights) / groups,
+        bytes_per_s=layer.device.bytes_per_s / groups,
+        units=layer.device.units / groups,
     )
 
 
@@ -117,44 +121,105 @@ class Layer:
     def before(self, tokens: float) -> LayerSeconds:
         """Return the seconds of the norm, the projections to queries, keys and values, and the rotary embedding."""
         shape = self.model.attention
-        outputs = (self.heads + 2 * self.kv_heads) * shape.head_dim
         elementwise_s = self._norm_s(tokens)
+        if shape.latent is not None and tokens:  # norms of compressed queries and keys
+            elements = tokens * (shape.latent.q_rank + shape.latent.rank)
+            elementwise_s += self.stream_s(elements * (2 * self.bytes_per_element), self.efficiency.stream.norm)
         if self.model.rotary and tokens:
-            elements = tokens * (self.heads + self.kv_heads) * shape.head_dim
+            rotary_dim = shape.head_dim if shape.latent is None else shape.latent.rotary_dim
+            elements = tokens * (self.heads + self.kv_heads) * rotary_dim
             if self.attention.unfused:
                 elementwise_s += self.stream_s(elements * _ROTARY_BYTES)
             else:
                 elementwise_s += self.stream_s(elements * (2 * self.bytes_per_element), self.efficiency.stream.rotary)
-        return LayerSeconds(linear_s(self, tokens, shape.hidden_size, outputs, self.precision.weights), elementwise_s)
+        return LayerSeconds(self._heads_s(tokens), elementwise_s)
 
     def projections_s(self, tokens: float) -> float:
         """Return the seconds of the products before and after attention, without the feed-forward layers."""
+        return self._heads_s(tokens) + self._output_s(tokens)
+
+    def _heads_s(self, tokens: float) -> float:
+        """Return the seconds of the projections to queries, keys and values."""
+        shape, weights = self.model.attention, self.precision.weights
+        if (latent := shape.latent) is None:
+            outputs = (self.heads + 2 * self.kv_heads) * shape.head_dim
+            return linear_s(self, tokens, shape.hidden_size, outputs, weights)
+        down_s = linear_s(self, tokens, shape.hidden_size, latent.q_rank + latent.stored_dim, weights)
+        inputs = latent.q_rank or shape.hidden_size
+        queries_s = linear_s(self, tokens, inputs, self.heads * latent.key_dim, weights)
+        return down_s + queries_s + self._expanded_s(tokens, latent)
+
+    def _expanded_s(self, tokens: float, latent: Latent) -> float:
+        """Return the seconds to derive keys and values of each head, or to take queries and outputs to the latent.
+
+        Both multiply by the same weights.
+        """
+        outputs = self.heads * (latent.plain_dim + latent.value_dim)
+        return linear_s(self, tokens, latent.rank, outputs, self.precision.weights)
+
+    def _output_s(self, tokens: float) -> float:
         shape = self.model.attention
-        outputs = (self.heads + 2 * self.kv_heads) * shape.head_dim
-        width, weights = self.heads * shape.head_dim, self.precision.weights
-        into_s = linear_s(self, tokens, shape.hidden_size, outputs, weights)
-        return into_s + linear_s(self, tokens, width, shape.hidden_size, weights)
+        width = self.heads * (shape.head_dim if shape.latent is None else shape.latent.value_dim)
+        return linear_s(self, tokens, width, shape.hidden_size, self.precision.weights)
 
     def behind(self, tokens: float) -> LayerSeconds:
-        """Return the seconds of the output projection, norm and feed-forward layers."""
+        """Return the seconds of the output projection, norm and feed-forward layers, as the mean over layers."""
         model, shape = self.model, self.model.attention
         if not tokens:
             return LayerSeconds(0.0, 0.0)
-        width, wide = model.intermediate_size / self.tp, 2 if model.gated else 1
-        products_s = (
-            linear_s(self, tokens, self.heads * shape.head_dim, shape.hidden_size, self.precision.weights)
-            + linear_s(self, tokens, shape.hidden_size, wide * width, self.precision.ffn)
-            + linear_s(self, tokens, width, shape.hidden_size, self.precision.ffn)
-        )
-        element, unfused = self.bytes_per_element, self.attention.unfused
+        products_s, elementwise_s = self._mean_feed_forward(tokens)
         # Norms are not memory-bound, and include the preceding addition.
-        add_s = 2 * self.stream_s(3 * tokens * shape.hidden_size * element) if unfused else 0.0
+        added = 3 * tokens * shape.hidden_size * self.bytes_per_element
+        add_s = 2 * self.stream_s(added) if self.attention.unfused else 0.0
+        norm_s = 0.0 if model.parallel else self._norm_s(tokens)
+        return LayerSeconds(self._output_s(tokens) + products_s, add_s + norm_s + elementwise_s)
+
+    def _mean_feed_forward(self, tokens: float) -> LayerSeconds:
+        model = self.model
+        if model.experts is None:
+            return self._feed_forward(tokens, model.intermediate_size)
+        part = len(model.experts.layers) / model.attention.num_layers
+        sparse = self._mixture(tokens, model.experts)
+        if part == 1:
+            return sparse
+        dense = self._feed_forward(tokens, model.intermediate_size)
+        return LayerSeconds(*(part * s + (1 - part) * d for s, d in zip(sparse, dense, strict=True)))
+
+    def _feed_forward(self, tokens: float, size: int, groups: float = 1, ranks: int | None = None) -> LayerSeconds:
+        """Return the seconds of feed-forward layers of an intermediate size, split over `ranks`.
+
+        Args:
+            tokens: tokens of each group. All groups together are one operator.
+        """
+        model, hidden_size, weights = self.model, self.model.attention.hidden_size, self.precision.ffn
+        width, wide = size / (self.tp if ranks is None else ranks), 2 if model.gated else 1
+        products_s = linear_s(self, tokens, hidden_size, wide * width, weights, groups)
+        products_s += linear_s(self, tokens, width, hidden_size, weights, groups)
+        unfused, rows = self.attention.unfused, groups * tokens
         touched = 5 if unfused and model.gated else 1 + wide
         limit = None if unfused else self.efficiency.stream.activation
-        activation_s = self.stream_s(touched * tokens * width * element, limit)
-        norm_s = 0.0 if model.parallel else self._norm_s(tokens)
-        rounded_s = self.rounded_s(tokens * shape.hidden_size) + self.rounded_s(tokens * width)
-        return LayerSeconds(products_s, add_s + activation_s + norm_s + rounded_s)
+        activation_s = self.stream_s(touched * rows * width * self.bytes_per_element, limit)
+        rounded_s = self.rounded_s(rows * hidden_size) + self.rounded_s(rows * width)
+        return LayerSeconds(products_s, activation_s + rounded_s)
+
+    def _mixture(self, tokens: float, experts: Experts) -> LayerSeconds:
+        """Return the seconds of the router, and of the experts: with expert parallelism, of the busiest rank.
+
+        Each active expert computes an equal number of tokens. Choosing and sorting tokens are two small operators, and
+        the outputs of a token's experts are summed by one.
+        """
+        shape, active = self.model.attention, experts.active(tokens)
+        rows = tokens * experts.per_token / active
+        if experts.are_whole:
+            active = experts.busiest_rank(tokens, self.tp)
+        routed = self._feed_forward(rows, experts.intermediate_size, active, 1 if experts.are_whole else None)
+        router_s = linear_s(self, tokens, shape.hidden_size, experts.number, self.precision.activations)
+        summed = (active * rows + tokens) * shape.hidden_size * self.bytes_per_element
+        products_s, elementwise_s = routed.linear_s + router_s, routed.elementwise_s + self.stream_s(summed)
+        if experts.shared_size:
+            shared = self._feed_forward(tokens, experts.shared_size)
+            products_s, elementwise_s = products_s + shared.linear_s, elementwise_s + shared.elementwise_s
+        return LayerSeconds(products_s, elementwise_s + 2 * self.start_s)
 
     def rounded_s(self, elements: float) -> float:
         """Return the seconds to round inputs of a feed-forward product to 8 bits, if it is computed in 8 bits."""
@@ -199,14 +264,24 @@ class Layer:
 
     @cached_property
     def flash(self) -> FlashCurve:
-        """Fused attention of this layer."""
+        """Fused attention over the stored keys and values, or over latents with queries in their space."""
         shape = self.model.attention
-        key_bytes = shape.kv_bytes / shape.num_kv_heads
-        return flash_curve(
-            self.device, self.precision, shape.head_dim, 4 * shape.head_dim, key_bytes, self.attention.attention
-        )
+        dims = 2 * shape.head_dim if shape.latent is None else shape.latent.stored_dim + shape.latent.rank
+        return self._flash(dims, shape.kv_bytes / shape.num_kv_heads)
 
-    def attention_s(
+    @cached_property
+    def _expanded(self) -> FlashCurve:
+        """Fused attention over keys and values of each head that are derived from latents."""
+        latent = self.model.attention.latent
+        assert latent is not None
+        dims = latent.key_dim + latent.value_dim
+        return self._flash(dims, dims * self.model.attention.bytes_per_element)
+
+    def _flash(self, dims: float, key_bytes: float) -> FlashCurve:
+        """Return the curve for keys and values that have `dims` elements together."""
+        return flash_curve(self.device, self.precision, dims, key_bytes, self.attention.attention)
+
+    def attended_s(
         self,
         *,
         queries: float,
@@ -217,10 +292,19 @@ class Layer:
         sequences: float = 1,
         near_keys: float = NEAR_KEYS,
     ) -> float:
-        """Return the seconds of a call of fused attention, see `FlashCurve.seconds`."""
+        """Return the seconds of fused attention, by the quicker form of latent attention if the model has it.
+
+        See `FlashCurve.seconds` for the arguments.
+        """
         if not pairs:
             return 0.0
-        return self.flash.seconds(queries, pairs, keys, heads, kv_heads, sequences, near_keys)
+        if (latent := self.model.attention.latent) is None:
+            return self.flash.seconds(queries, pairs, keys, heads, kv_heads, sequences, near_keys)
+        # Queries in the space of the latent: more operations, but each key is read once for all heads.
+        latent_s = self.flash.seconds(queries, pairs, keys, heads, 1, sequences, near_keys)
+        # Keys and values of each head: earlier keys are derived from the latent again.
+        heads_s = self._expanded.seconds(queries, pairs, keys, heads, heads, sequences, near_keys)
+        return min(latent_s, self._expanded_s(max(0.0, keys - queries), latent) + heads_s)
 
     def scores_s(self, *, scores: float, keys: float, heads: float, kv_heads: float) -> float:
         """Return the seconds of unfused attention over `scores` per head, including masked, and `keys` per KV head."""
@@ -231,7 +315,8 @@ class Layer:
         return traffic_s + products / (self._peak * self.efficiency.linear.compute) + self._read_s(keys, kv_heads)
 
     def _read_s(self, keys: float, kv_heads: float) -> float:
-        num_bytes = keys * kv_heads * self.model.attention.kv_bytes / self.model.attention.num_kv_heads
+        shape = self.model.attention
+        num_bytes = keys * kv_heads * shape.kv_bytes / shape.num_kv_heads
         return num_bytes / (self.device.bytes_per_s * self.efficiency.linear.memory)
 
     @cached_property

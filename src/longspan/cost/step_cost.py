@@ -17,7 +17,7 @@ from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
-from longspan.cost.architecture import Architecture
+from longspan.cost.architecture import Architecture, ModelShape
 from longspan.cost.catalog import Kernels
 from longspan.cost.channels import Channel, Share, Shares, attention_s, shares_of
 from longspan.cost.flows import Flow, alone_s, block_pairs, host_flows
@@ -81,12 +81,15 @@ def _missing(model: Architecture, before: Cluster, after: Cluster, rank: int) ->
     if after.is_spare(rank):
         return 0.0
     layers, (first, last) = _place(after, rank)
-    missing = model.stage_bytes(layers) * (last - first)
+    missing = model.rank_bytes(layers, after.tp(after.at(rank)[0]))
     if not before.is_spare(rank):
         had, (first_had, last_had) = _place(before, rank)
         kept = range(max(layers.start, had.start), min(layers.stop, had.stop))
         if kept:
-            missing -= model.stage_bytes(kept) * max(0.0, min(last, last_had) - max(first, first_had))
+            copied = model.copied_bytes(kept)
+            missing -= copied + (model.stage_bytes(kept) - copied) * max(
+                0.0, min(last, last_had) - max(first, first_had)
+            )
     return missing
 
 
@@ -232,7 +235,7 @@ class RooflineCost:
 
     def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
         has_stages = bool(self._line(forward.instances[0]).hops)
-        if not has_stages and (counts := _local_decode_counts(forward)) is not None:
+        if not has_stages and (counts := _local_decode_counts(forward, self.shape)) is not None:
             [instance] = forward.instances
             return {instance: (self._alone_s(self._line(instance), *counts),)}
         layers_s, heads_s = self._layers_and_heads_s(forward)
@@ -290,7 +293,7 @@ class RooflineCost:
             if part.stop - part.start == 1:
                 single = decodes.get((group, exchange))
                 if single is None:
-                    single = decodes[group, exchange] = _Decodes(group, exchange.sparse, self.num_layers)
+                    single = decodes[group, exchange] = _Decodes(group, exchange.sparse, self.shape)
                 tokens[single.add(part)] += 1
                 continue
             # Chains, and prompts with drops or micro-partitions, are not merged.
@@ -298,7 +301,7 @@ class RooflineCost:
             prompts.setdefault((group, exchange, part.request_id if is_alone else -1), []).append(part)
         channels = [single.channel(exchange) for (_, exchange), single in decodes.items()]
         for parts in prompts.values():
-            channel = _channel(parts)
+            channel = _channel(parts, self.shape)
             channels.append(channel)
             for instance, queries in zip(channel.group, channel.shares.queries, strict=True):
                 tokens[instance] += queries
@@ -358,22 +361,24 @@ def computed_tokens(forward: Forward) -> Counter[int]:
 class _Decodes:
     """Single tokens of several requests in one group by one exchange."""
 
-    def __init__(self, group: tuple[int, ...], sparse: SparseSetting | None, num_layers: int) -> None:
-        self._group, self._sparse, self._num_layers = group, sparse, num_layers
+    def __init__(self, group: tuple[int, ...], sparse: SparseSetting | None, shape: ModelShape) -> None:
+        self._group, self._sparse, self._shape = group, sparse, shape
         self._queries = dict.fromkeys(group, 0)
         self._keys: dict[int, float] = dict.fromkeys(group, 0)
 
     def add(self, part: Part) -> int:
         instance = next(compress(self._group, part.runs))
         self._queries[instance] += 1
-        self._keys[instance] += part.stop if self._sparse is None else self._num_kept(self._sparse, part.stop)
+        self._keys[instance] += (
+            self._shape.seen(part.stop) if self._sparse is None else self._num_kept(self._sparse, part.stop)
+        )
         return instance
 
     def _num_kept(self, setting: SparseSetting, num_tokens: int) -> float:
         """Return the keys that a decode reads after a prompt with drops."""
         from longspan.core.sparse_plan import decode_share  # noqa: PLC0415 - few requests are sparse
 
-        return num_tokens * decode_share(setting, num_tokens, len(self._group), self._num_layers)
+        return num_tokens * decode_share(setting, num_tokens, len(self._group), self._shape.num_layers)
 
     def channel(self, exchange: Exchange) -> Channel:
         seen = tuple(self._keys.values())
@@ -384,23 +389,23 @@ class _Decodes:
         return Channel(exchange=exchange, group=self._group, shares=shares, keys=keys, decode=True)
 
 
-def _local_decode_counts(forward: Forward) -> tuple[int, int, int] | None:
+def _local_decode_counts(forward: Forward, shape: ModelShape) -> tuple[int, float, int] | None:
     """Count the tokens, keys and samples of a step on one instance, if every part is a single token without exchange.
 
     Return None for any other step, or if keys are on hosts.
     """
     if len(forward.instances) > 1:
         return None
-    num_keys = num_sampled = 0
+    num_sampled, num_keys, has_windows = 0, 0.0 if shape.windows else 0, shape.windows is not None
     for part in forward.parts:
         if part.stop - part.start > 1 or part.exchange != LOCAL or part.hosted:
             return None
-        num_keys += part.stop
+        num_keys += shape.seen(part.stop) if has_windows else part.stop
         num_sampled += part.sample is not None
     return len(forward.parts), num_keys, num_sampled
 
 
-def _find_alone_s(line: Roofline, num_decodes: int, num_keys: int, num_sampled: int) -> float:
+def _find_alone_s(line: Roofline, num_decodes: int, num_keys: float, num_sampled: int) -> float:
     shares = Shares(queries=(num_decodes,), pairs=(num_keys,), scores=(num_keys,), held=(num_keys,))
     channel = Channel(exchange=LOCAL, group=(0,), shares=shares, keys=num_keys, decode=True)
     return line.times([channel], {0: num_decodes}, {0: num_sampled})[0].total_s
@@ -421,10 +426,11 @@ def _coupled(channels: Sequence[Channel]) -> Iterable[Collection[int]]:
     return groups if len(groups) == 1 else coupled_instances(groups)
 
 
-def _channel(parts: Sequence[Part]) -> Channel:
-    first, keys, exchange = parts[0], sum(part.stop for part in parts), parts[0].exchange.exact_form
-    shares = shares_of(exchange, first.runs, first.start, first.stop)
+def _channel(parts: Sequence[Part], shape: ModelShape) -> Channel:
+    first, exchange = parts[0], parts[0].exchange.exact_form
+    keys = sum(shape.seen(part.stop, part.stop - part.start) for part in parts)
+    shares = shares_of(exchange, first.runs, first.start, first.stop, shape)
     for part in parts[1:]:
-        more = shares_of(exchange, part.runs, part.start, part.stop)
+        more = shares_of(exchange, part.runs, part.start, part.stop, shape)
         shares = [Share(*map(add, *both)) for both in zip(shares, more, strict=True)]
     return Channel(exchange=exchange, group=first.group, shares=Shares.of(shares), keys=keys, decode=False)

@@ -151,6 +151,16 @@ class Topology:
         hosts = -(-self.tp // self.gpus_per_host)
         return self._ring_s(2 * (self.tp - 1) / self.tp * num_bytes, self.tp, hosts, 1)
 
+    def scatter_s(self, num_bytes: float) -> float:
+        """Return the seconds in which each rank of an instance sends `num_bytes`, split evenly over its other ranks."""
+        hosts = -(-self.tp // self.gpus_per_host)
+        if hosts == 1:
+            return self.inside.collective_s + num_bytes / self.inside.bytes_per_s
+        outside = num_bytes * (self.tp - self._flows) / (self.tp - 1)
+        return self.between.collective_s * math.ceil(math.log2(hosts)) + max(
+            outside / self.between.flow(self._flows), (num_bytes - outside) / self.inside.bytes_per_s
+        )
+
     @property
     def _flows(self) -> int:
         """Number of ranks of an instance on one host."""

@@ -236,5 +236,5 @@ def kv_record(model: Architecture, block_size: int) -> KvRecord:
     shape = model.attention
     num_bytes = int(block_size * shape.head_dim * shape.bytes_per_kv_element)
     heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads}
-    layer = LayerRecord(**heads, key_bytes=num_bytes, value_bytes=num_bytes)
+    layer = LayerRecord(**heads, key_bytes=num_bytes, value_bytes=0 if shape.latent else num_bytes)
     return KvRecord(layers=(layer,) * shape.num_layers)

@@ -84,6 +84,12 @@ class HardwareSpec:
         Literal["auto", "bfloat16", "fp8"],
         _cluster("Precision of stored keys and values. auto is that of activations."),
     ] = "auto"
+    expert_parallel: Annotated[
+        bool,
+        _cluster(
+            "Put whole experts on each tensor-parallel rank, instead of a slice of each. For mixtures of experts."
+        ),
+    ] = False
     attention: Annotated[
         Literal["flash", "eager"] | None,
         _cluster("Fused, or as Hugging Face's single operators compute it.", default="flash"),
@@ -133,8 +139,16 @@ class ClusterSpec(HardwareSpec, FleetSpec):
 
     def _check_measured(self) -> None:
         """Raise ParameterError for options of data sheets together with a profile."""
-        for name in ("link", "link_gbytes_per_s", "dtype", "ffn_dtype", "kv_cache_dtype", "attention"):
-            if (value := getattr(self, name)) not in (None, "auto"):
+        for name in (
+            "link",
+            "link_gbytes_per_s",
+            "dtype",
+            "ffn_dtype",
+            "kv_cache_dtype",
+            "expert_parallel",
+            "attention",
+        ):
+            if (value := getattr(self, name)) not in (None, False, "auto"):
                 problem = f"{value} refines data sheets, but a profile has measured times: leave it out"
                 raise ParameterError(name, problem, value)
 

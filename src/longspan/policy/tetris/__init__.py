@@ -252,7 +252,7 @@ def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, PrefillTim
     alone = _ONE_INSTANCE
     if shape is not None and hardware is not None:
         weights = 12 * shape.num_layers * shape.hidden_size**2  # of a standard layer, whatever the model has
-        pair_s = 4 * shape.num_layers * shape.num_heads * shape.head_dim / hardware.flops_per_s
+        pair_s = shape.num_layers * shape.pair_flops / hardware.flops_per_s
         alone = replace(alone, token_s=2 * weights / hardware.flops_per_s, cached_s=pair_s, square_s=pair_s / 2)
     return {
         size: PrefillTime(
