@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,9 @@ _DEVICES = {"a100_sxm": "a100-sxm-80g", "l40s": "l40s", "h100_sxm": "h100-sxm-80
 _CACHE_BYTES = {"a100_sxm": 40e6, "l40s": 96e6, "h100_sxm": 50e6, "b200_sxm": 126e6}
 _FAR = {"ampere": 1.18}
 """`far` is not fitted here: it is the speed that Tetris' 64K and 256K tokens on A100 leave for attention. See docs/cost.md."""
-_MOST_LEFT_OUT_BYTES = 2**27
+_LARGEST_TRTLLM_BYTES = 2**27
+_FEW = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
+_SPLIT_US = (0.5, 1, 2, 4, 6, 8, 12, 16, 20, 25, 30, 40)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,7 @@ def unusable(call: Call) -> str:
         return "fallback in Triton"  # heads of 192 on B200 with keys in 8 bits: a third of the speed of 128 and 256
     if not call.decode:
         return ""
-    if call.framework == "trtllm" and call.version == "1.0.0" and call.read_bytes > _MOST_LEFT_OUT_BYTES:
+    if call.framework == "trtllm" and call.version == "1.0.0" and call.read_bytes > _LARGEST_TRTLLM_BYTES:
         return "above 128 MiB"  # a third of them is quicker than the memory, up to 1.7 times
     device = catalog.device(_DEVICES[call.device])
     if call.device == "l40s" and 2e-6 * device.bytes_per_s < call.read_bytes < 1.2 * _CACHE_BYTES["l40s"]:
@@ -113,12 +116,8 @@ def unusable(call: Call) -> str:
     return ""
 
 
-def fit(calls: Sequence[Call], device: str, wide: FlashConstants | None = None) -> FlashConstants:
-    """Fit the constants to calls of one device and precision. Sums of absolute relative errors are minimized.
-
-    Args:
-        wide: constants in 16 bits. Keys in 8 bits are read at least as fast.
-    """
+def fit(calls: Sequence[Call], device: str) -> FlashConstants:
+    """Fit the constants to calls of one device and precision. Sums of absolute relative errors are minimized."""
     usable = [call for call in calls if not unusable(call)]
     decodes = [call for call in usable if call.decode]
     start_us, split_us, sequence_us, few, memory = _fit_decode(decodes, catalog.device(device))
@@ -135,9 +134,6 @@ def fit(calls: Sequence[Call], device: str, wide: FlashConstants | None = None) 
         sequence_us=sequence_us,
         split_us=split_us,
     )
-    if wide is not None:
-        least = {size: flash.between(wide.head_dims, wide.memory, size) / 2 for size in memory}
-        memory = {size: max(least[size], part) for size, part in memory.items()}
     begun = replace(begun, memory=tuple(memory[size] for size in begun.head_dims))
     return _fit_prefill([call for call in usable if not call.decode], catalog.device(device), begun)
 
@@ -145,25 +141,29 @@ def fit(calls: Sequence[Call], device: str, wide: FlashConstants | None = None) 
 def _fit_decode(
     calls: Sequence[Call], device: catalog.Device
 ) -> tuple[float, float, float, float, dict[float, float]]:
+    """Return start, split and sequence in microseconds, `few`, and the part of the memory's speed by head size."""
     seconds = np.array([call.seconds for call in calls])
     keys, tasks = (np.array([getattr(call, name) for call in calls], float) for name in ("keys", "sequences"))
     tasks *= np.array([call.kv_heads for call in calls])
     read_s = np.array([call.read_bytes for call in calls]) / device.bytes_per_s
     sizes = np.array([call.head_dim for call in calls], float)
-    split = keys / (keys + flash.SPLIT_KEYS) * flash.SPLIT_TASKS / (flash.SPLIT_TASKS + tasks)
-    common = [np.ones_like(seconds), split, tasks / device.units]
-    best: tuple[float, float, Array] | None = None
-    for few in (0.0, 0.25, 0.5, 0.75, 1.0, 1.5):
+    best: tuple[float, float, float, Array] | None = None
+    for few, split_us in product(_FEW, _SPLIT_US):
         by_size = [np.where(sizes == size, read_s * (1 + few / tasks), 0.0) for size in np.unique(sizes)]
-        terms = np.stack([*common, *by_size], axis=1)
-        found = _least(terms, seconds)
+        split_s = 1e-6 * split_us * keys / (keys + flash.SPLIT_KEYS)
+        busy_s = sum(by_size)
+        for _ in range(2):
+            exposed_s = split_s**2 / (split_s + busy_s)
+            terms = np.stack([exposed_s, np.ones_like(seconds), tasks / device.units, *by_size], axis=1)
+            found = _least(terms, seconds, fixed=1)
+            busy_s = terms[:, 3:] @ found[3:]
         error = float(np.abs(terms @ found / seconds - 1).mean())
         if best is None or error < best[0]:
-            best = error, few, found
+            best = error, few, split_us, found
     assert best is not None
-    _, few, found = best
+    _, few, split_us, found = best
     memory = {size: min(1.0, 1 / slope) for size, slope in zip(np.unique(sizes), found[3:], strict=True)}
-    return 1e6 * found[0], 1e6 * found[1], 1e6 * found[2], few, memory
+    return 1e6 * found[1], split_us, 1e6 * found[2], few, memory
 
 
 def _fit_prefill(calls: Sequence[Call], device: catalog.Device, begun: FlashConstants) -> FlashConstants:
@@ -311,8 +311,7 @@ def _left_out_errors(folder: Path, device: str, kv: Format, calls: Sequence[Call
 
 @cache
 def _fitted(folder: Path, device: str, kv: Format) -> FlashConstants:
-    wide = _fitted(folder, device, "bfloat16") if kv == "fp8" else None
-    return fit(_tenths(folder, device, kv)[0], _DEVICES[device], wide)
+    return fit(_tenths(folder, device, kv)[0], _DEVICES[device])
 
 
 @cache
@@ -333,14 +332,12 @@ def _vllm_calls(folder: Path) -> list[Call]:
 
 def main(folder: Path) -> None:
     for device, name in _DEVICES.items():
-        wide = None
         for kv in ("bfloat16", "fp8"):
             calls = [call for call in _vllm_calls(folder) if (call.device, call.kv) == (device, kv)]
             if not calls:
                 continue
-            wide = fit(calls, name, wide)
             print(f"\n[{catalog.device(name).generation}.{kv}]")
-            for field, value in asdict(wide).items():
+            for field, value in asdict(fit(calls, name)).items():
                 parts = [f"{part:.3g}" for part in (value if isinstance(value, tuple) else (value,))]
                 print(f"{field} = [{', '.join(parts)}]" if isinstance(value, tuple) else f"{field} = {parts[0]}")
 

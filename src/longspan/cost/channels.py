@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from longspan.core.exchange import (
@@ -25,7 +25,6 @@ from longspan.core.exchange import (
 from longspan.core.exchange_plugins import plugin_part
 from longspan.core.runs import SpanShards
 from longspan.cost.architecture import ModelShape
-from longspan.cost.flash import NEAR_KEYS
 from longspan.cost.roofline import Layer
 from longspan.cost.topology import Topology
 from longspan.errors import PluginError
@@ -146,17 +145,17 @@ def attention_s(
         heads, kv_heads = math.ceil(heads / head_parts), math.ceil(kv_heads / head_parts)
     if layer.attention.unfused:
         return layer.scores_s(scores=share.scores, keys=keys, heads=heads, kv_heads=kv_heads)
-    own_keys = share.pairs / share.queries / pieces
-    attended_s = layer.attended_s(
+    attended_s = partial(
+        layer.attended_s,
         queries=share.queries,
         pairs=share.pairs / pieces,
         keys=keys / pieces,
         heads=heads,
         kv_heads=kv_heads,
         sequences=share.queries if decode else 1,
-        near_keys=min(NEAR_KEYS, own_keys if pieces > 1 else NEAR_KEYS) / pieces,
     )
-    return pieces * attended_s + layer.flash.store_s(share.queries, kv_heads)
+    own_s = attended_s() + layer.flash.store_s(share.queries, kv_heads)
+    return own_s if pieces == 1 else own_s + (pieces - 1) * attended_s(received=True)
 
 
 def copies_s(layer: Layer, keys: float) -> float:

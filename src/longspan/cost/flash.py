@@ -20,9 +20,7 @@ NEAR_KEYS = 16384
 _EVEN_WAVE = 0.5
 """Idle part of a wave if all tiles have equally many keys: the mean of what is unfilled in the last wave. Modelled."""
 SPLIT_KEYS = 1024
-"""Keys at which splitting costs half of `split_us`."""
-SPLIT_TASKS = 32
-"""Pairs of a query and a KV head at which splitting costs half of that, since they fill the device unsplit."""
+"""Keys of a query at which splitting them costs half of `split_us`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,13 +28,16 @@ class FlashCurve:
     """Attention of one head size and precision on one device.
 
     Attributes:
-        pair_s, far_pair_s: seconds of a pair and query head on a full device, up to `NEAR_KEYS` apart, and further.
-        row_s: seconds of a query row, in addition to its pairs: partly masked tiles, queries and outputs.
+        pair_s, far_pair_s: seconds of a pair and query head on a full device: up to `NEAR_KEYS` apart, and further or of
+            another member.
+        row_s: seconds of a query row, in addition to its pairs: partly masked tiles, and queries and outputs, in halves.
         ragged: idle part of a wave if tiles have up to twice the mean number of keys, as in a new prompt.
         wave_rows: query rows that fill the device.
         key_s: seconds to read a key and value of one KV head.
         few: number of concurrent reads (query and KV head) at which reading takes twice as long as by many.
         new_key_s: seconds to store a new key and value of one KV head.
+        sequence_s: seconds of a sequence and KV head.
+        split_s: seconds to split a long sequence over the device and to merge, which longer calls hide.
     """
 
     start_s: float
@@ -59,7 +60,7 @@ class FlashCurve:
         heads: float,
         kv_heads: float,
         sequences: float = 1,
-        near_keys: float = NEAR_KEYS,
+        received: bool = False,
     ) -> float:
         """Return the seconds of a call.
 
@@ -67,21 +68,24 @@ class FlashCurve:
             pairs: pairs of a query and a visible key.
             keys: number of keys read per KV head, of all sequences.
             sequences: all queries of a decode, else 1: prompts of one call fill the device together.
-            near_keys: limit of the mean number of keys of a query in this call that are at most `NEAR_KEYS` from it.
+            received: keys or queries of another member. They lie contiguously, and no tile is partly masked.
         """
-        seen, tasks = pairs / queries, queries * kv_heads
-        idle = min(1.0, queries / (2 * seen))
-        idle = self.ragged * idle + max(self.ragged / 2, _EVEN_WAVE) * (1 - idle)
-        rows = queries * heads
+        seen, rows = pairs / queries, queries * heads
+        ragged = 0.0 if received else min(1.0, queries / (2 * seen))
+        idle = self.ragged * ragged + max(self.ragged / 2, _EVEN_WAVE) * (1 - ragged)
         if rows > self.wave_rows:
             idle *= self.wave_rows / rows
-        compute_s = pairs * self.pair_s
-        if seen > near_keys:
-            compute_s = queries * (near_keys * self.pair_s + (seen - near_keys) * self.far_pair_s)
-        compute_s = heads * (compute_s * (1 + idle) + queries * self.row_s)
-        read_s = keys * kv_heads * self.key_s * (1 + self.few / tasks)
-        split_s = self.split_s * seen / (seen + SPLIT_KEYS) * (SPLIT_TASKS / (SPLIT_TASKS + tasks))
-        return self.start_s + sequences * kv_heads * self.sequence_s + split_s + max(compute_s, read_s)
+        if received:
+            compute_s = pairs * self.far_pair_s * (1 + idle) + queries * self.row_s / 2
+        else:
+            near = min(seen, NEAR_KEYS)
+            product_s = queries * (near * self.pair_s + (seen - near) * self.far_pair_s)
+            compute_s = product_s * (1 + idle) + queries * self.row_s
+        compute_s *= heads
+        busy_s = max(compute_s, kv_heads * self.key_s * keys * (1 + self.few / (queries * kv_heads)))
+        split_s = self.split_s * seen / (seen + SPLIT_KEYS)
+        hidden = busy_s / (split_s + busy_s)
+        return self.start_s + sequences * kv_heads * self.sequence_s + busy_s + split_s * (1 - hidden)
 
     def store_s(self, tokens: float, kv_heads: float) -> float:
         """Return the seconds to write new keys and values to the cache."""

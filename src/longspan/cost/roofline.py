@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Attention, Device, Efficiency, LinearCurve
-from longspan.cost.flash import NEAR_KEYS, FlashCurve, flash_curve
+from longspan.cost.flash import FlashCurve, flash_curve
 from longspan.cost.layer_kinds import Experts, Latent
 from longspan.cost.precision import BYTES, Format, Precision
 
@@ -290,7 +290,7 @@ class Layer:
         heads: float,
         kv_heads: float,
         sequences: float = 1,
-        near_keys: float = NEAR_KEYS,
+        received: bool = False,
     ) -> float:
         """Return the seconds of fused attention, by the quicker form of latent attention if the model has it.
 
@@ -299,11 +299,11 @@ class Layer:
         if not pairs:
             return 0.0
         if (latent := self.model.attention.latent) is None:
-            return self.flash.seconds(queries, pairs, keys, heads, kv_heads, sequences, near_keys)
+            return self.flash.seconds(queries, pairs, keys, heads, kv_heads, sequences, received)
         # Queries in the space of the latent: more operations, but each key is read once for all heads.
-        latent_s = self.flash.seconds(queries, pairs, keys, heads, 1, sequences, near_keys)
+        latent_s = self.flash.seconds(queries, pairs, keys, heads, 1, sequences, received)
         # Keys and values of each head: earlier keys are derived from the latent again.
-        heads_s = self._expanded.seconds(queries, pairs, keys, heads, heads, sequences, near_keys)
+        heads_s = self._expanded.seconds(queries, pairs, keys, heads, heads, sequences, received)
         return min(latent_s, self._expanded_s(max(0.0, keys - queries), latent) + heads_s)
 
     def scores_s(self, *, scores: float, keys: float, heads: float, kv_heads: float) -> float:
