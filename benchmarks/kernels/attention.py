@@ -28,7 +28,9 @@ _CACHE_BYTES = {"a100_sxm": 40e6, "l40s": 96e6, "h100_sxm": 50e6, "b200_sxm": 12
 _FAR = {"ampere": 1.18}
 """`far` is not fitted here: it is the speed that Tetris' 64K and 256K tokens on A100 leave for attention. See docs/cost.md."""
 _LARGEST_TRTLLM_BYTES = 2**27
-_FEW = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
+_LONG, _LONG_COUNT = 32768, 5.0
+"""Decodes behind this many tokens, of which there are few, count several times."""
+_FEW = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
 _SPLIT_US = (0.5, 1, 2, 4, 6, 8, 12, 16, 20, 25, 30, 40)
 
 
@@ -147,6 +149,7 @@ def _fit_decode(
     tasks *= np.array([call.kv_heads for call in calls])
     read_s = np.array([call.read_bytes for call in calls]) / device.bytes_per_s
     sizes = np.array([call.head_dim for call in calls], float)
+    counts = np.where(keys >= _LONG, _LONG_COUNT, 1.0)
     best: tuple[float, float, float, Array] | None = None
     for few, split_us in product(_FEW, _SPLIT_US):
         by_size = [np.where(sizes == size, read_s * (1 + few / tasks), 0.0) for size in np.unique(sizes)]
@@ -155,9 +158,9 @@ def _fit_decode(
         for _ in range(2):
             exposed_s = split_s**2 / (split_s + busy_s)
             terms = np.stack([exposed_s, np.ones_like(seconds), tasks / device.units, *by_size], axis=1)
-            found = _least(terms, seconds, fixed=1)
+            found = _least(terms, seconds, counts, fixed=1)
             busy_s = terms[:, 3:] @ found[3:]
-        error = float(np.abs(terms @ found / seconds - 1).mean())
+        error = float((counts * np.abs(terms @ found / seconds - 1)).mean())
         if best is None or error < best[0]:
             best = error, few, split_us, found
     assert best is not None
@@ -178,29 +181,33 @@ def _fit_prefill(calls: Sequence[Call], device: catalog.Device, begun: FlashCons
     idle = whole * np.minimum(1.0, flash.TILE_ROWS * device.units / (queries * heads))
     rows = pair_s * queries
     stored = 4 * queries * kv_heads * sizes / device.bytes_per_s
-    rest_s = np.full_like(seconds, begun.start_us * 1e-6)
+    rest_s, ones = np.full_like(seconds, begun.start_us * 1e-6), np.ones_like(seconds)
     ragged, row_keys, parts = 0.5, 200.0, np.zeros(0)
     for _ in range(8):
         product_s = whole + ragged * idle + row_keys * rows
         by_size = [np.where(sizes == size, product_s, 0.0) for size in begun.head_dims]
-        parts = _least(np.stack([rest_s, stored, *by_size], axis=1), seconds, fixed=1)[2:]
+        parts = _least(np.stack([rest_s, stored, *by_size], axis=1), seconds, ones, fixed=1)[2:]
         per = parts[np.searchsorted(begun.head_dims, sizes)]
         slope, padded, tail, stores = _least(
-            np.stack([rest_s, per * whole, per * rows, per * idle, stored], axis=1), seconds, fixed=1
+            np.stack([rest_s, per * whole, per * rows, per * idle, stored], axis=1), seconds, ones, fixed=1
         )[1:]
         ragged, row_keys = tail / slope, padded / slope
     compute = tuple(float(1 / part) for part in parts)
     return replace(begun, compute=compute, ragged=float(ragged), row_keys=float(row_keys), stores=float(stores))
 
 
-def _least(terms: Array, seconds: Array, fixed: int = 0) -> Array:
-    """Return factors of the terms, none negative, with small absolute relative errors. `fixed` factors are 1."""
+def _least(terms: Array, seconds: Array, counts: Array, fixed: int) -> Array:
+    """Return factors of the terms, none negative, with small absolute relative errors. The first `fixed` are 1.
+
+    Args:
+        counts: how often each call counts.
+    """
     shares = terms / seconds[:, None]
     scales = np.abs(shares).max(axis=0)
     shares = shares / scales
     free = np.arange(terms.shape[1]) >= fixed
     target = 1 - shares[:, :fixed] @ scales[:fixed]
-    factors, weights = np.where(free, 0.0, scales), np.ones(len(seconds))
+    factors, weights = np.where(free, 0.0, scales), counts
     for _ in range(15):
         kept = free.copy()
         while True:
@@ -210,7 +217,7 @@ def _least(terms: Array, seconds: Array, fixed: int = 0) -> Array:
             if not (factors < 0).any():
                 break
             kept &= factors >= 0
-        weights = 1 / np.maximum(np.abs(shares @ factors - 1), 0.02)
+        weights = counts / np.maximum(np.abs(shares @ factors - 1), 0.02)
     return factors / scales
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 from longspan.core.exchange import (
@@ -145,17 +145,10 @@ def attention_s(
         heads, kv_heads = math.ceil(heads / head_parts), math.ceil(kv_heads / head_parts)
     if layer.attention.unfused:
         return layer.scores_s(scores=share.scores, keys=keys, heads=heads, kv_heads=kv_heads)
-    attended_s = partial(
-        layer.attended_s,
-        queries=share.queries,
-        pairs=share.pairs / pieces,
-        keys=keys / pieces,
-        heads=heads,
-        kv_heads=kv_heads,
-        sequences=share.queries if decode else 1,
-    )
-    own_s = attended_s() + layer.flash.store_s(share.queries, kv_heads)
-    return own_s if pieces == 1 else own_s + (pieces - 1) * attended_s(received=True)
+    sequences = share.queries if decode else 1
+    call = share.queries, share.pairs / pieces, keys / pieces, heads, kv_heads, sequences
+    own_s = layer.attended_s(*call) + layer.flash.store_s(share.queries, kv_heads)
+    return own_s if pieces == 1 else own_s + (pieces - 1) * layer.attended_s(*call, received=True)
 
 
 def copies_s(layer: Layer, keys: float) -> float:

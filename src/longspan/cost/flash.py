@@ -31,7 +31,7 @@ class FlashCurve:
         pair_s, far_pair_s: seconds of a pair and query head on a full device: up to `NEAR_KEYS` apart, and further or of
             another member.
         row_s: seconds of a query row, in addition to its pairs: partly masked tiles, and queries and outputs, in halves.
-        ragged: idle part of a wave if tiles have up to twice the mean number of keys, as in a new prompt.
+        ragged, even: idle part of a wave if tiles have up to twice the mean number of keys, and if all have as many.
         wave_rows: query rows that fill the device.
         key_s: seconds to read a key and value of one KV head.
         few: number of concurrent reads (query and KV head) at which reading takes twice as long as by many.
@@ -45,6 +45,7 @@ class FlashCurve:
     far_pair_s: float
     row_s: float
     ragged: float
+    even: float
     wave_rows: float
     key_s: float
     few: float
@@ -71,21 +72,25 @@ class FlashCurve:
             received: keys or queries of another member. They lie contiguously, and no tile is partly masked.
         """
         seen, rows = pairs / queries, queries * heads
-        ragged = 0.0 if received else min(1.0, queries / (2 * seen))
-        idle = self.ragged * ragged + max(self.ragged / 2, _EVEN_WAVE) * (1 - ragged)
+        idle, row_s = self.even, self.row_s
+        if received:
+            product_s, row_s = pairs * self.far_pair_s, row_s / 2
+        else:
+            ragged = queries / (2 * seen)  # 1 in a new prompt, whose longest tiles have twice the mean number of keys
+            idle += (self.ragged - idle) * (ragged if ragged < 1 else 1.0)
+            product_s = pairs * self.pair_s
+            if seen > NEAR_KEYS:
+                product_s += queries * (seen - NEAR_KEYS) * (self.far_pair_s - self.pair_s)
         if rows > self.wave_rows:
             idle *= self.wave_rows / rows
-        if received:
-            compute_s = pairs * self.far_pair_s * (1 + idle) + queries * self.row_s / 2
-        else:
-            near = min(seen, NEAR_KEYS)
-            product_s = queries * (near * self.pair_s + (seen - near) * self.far_pair_s)
-            compute_s = product_s * (1 + idle) + queries * self.row_s
-        compute_s *= heads
-        busy_s = max(compute_s, kv_heads * self.key_s * keys * (1 + self.few / (queries * kv_heads)))
+        busy_s = heads * (product_s * (1 + idle) + queries * row_s)
+        read_s = keys * self.key_s * (kv_heads + self.few / queries)
+        if read_s > busy_s:
+            busy_s = read_s
         split_s = self.split_s * seen / (seen + SPLIT_KEYS)
-        hidden = busy_s / (split_s + busy_s)
-        return self.start_s + sequences * kv_heads * self.sequence_s + busy_s + split_s * (1 - hidden)
+        if split_s:
+            busy_s += split_s * split_s / (split_s + busy_s)
+        return self.start_s + sequences * kv_heads * self.sequence_s + busy_s
 
     def store_s(self, tokens: float, kv_heads: float) -> float:
         """Return the seconds to write new keys and values to the cache."""
@@ -115,6 +120,7 @@ def curve_of(
         far_pair_s=2 * dims / (peak * of.far),
         row_s=of.row_keys * 2 * dims / peak,
         ragged=of.ragged,
+        even=max(of.ragged / 2, _EVEN_WAVE),
         wave_rows=TILE_ROWS * device.units,
         key_s=key_bytes / bytes_per_s,
         few=of.few,

@@ -283,7 +283,6 @@ class Layer:
 
     def attended_s(
         self,
-        *,
         queries: float,
         pairs: float,
         keys: float,
