@@ -32,8 +32,8 @@ from host_ranks import llm_on
 from hosts import Host, network_hosts, why_not
 
 from longspan import LLM, SamplingParams, evals
-from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import LinkSpeed, Rates, member_works, whole_prompt
+from longspan.cost.shape import ModelShape
 from longspan.policy.csps.search import Configuration, Group
 
 _MAX_ERROR = 0.15

@@ -23,9 +23,8 @@ from longspan.core.config import EngineConfig, check_phases
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
 from longspan.core.kv_record import KvRecord
 from longspan.core.policy import Policy
-from longspan.cost.architecture import ModelShape, from_config, typical_hardware
-from longspan.cost.precision import Format, Precision
 from longspan.cost.profile_key import ProfileKey
+from longspan.cost.shape import ModelShape, typical_hardware
 from longspan.errors import ParameterError
 from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo
@@ -363,7 +362,9 @@ def swap_price(
 
 def _whole_tokens(given: EngineArgs, model: EngineModel, cluster: Cluster, min_tokens: int) -> int:
     """Return the tokens of a step that should hold a whole prompt, as far as memory allows."""
-    from longspan.cost.estimate import activation_bytes, whole_prompt_tokens  # noqa: PLC0415 - for few policies
+    from longspan.cost.architecture import from_config  # noqa: PLC0415 - for few policies
+    from longspan.cost.estimate import activation_bytes, whole_prompt_tokens  # noqa: PLC0415
+    from longspan.cost.precision import Format, Precision  # noqa: PLC0415
 
     files = model.files
     config = json.loads((files.config_dir / "config.json").read_text(encoding="utf-8"))

@@ -27,8 +27,8 @@ from longspan.core.cluster import Cluster
 from longspan.core.locations import Location
 from longspan.core.sampling import SamplingParams
 from longspan.core.sparse import SparseSetting
-from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import Decode, Profile, Transfer
+from longspan.cost.shape import ModelShape
 from longspan.model.files import ModelFiles
 from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy

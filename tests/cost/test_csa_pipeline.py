@@ -13,7 +13,6 @@ from longspan.core.layouts import shard_span
 from longspan.core.runs import Run
 from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import Heads, ratios_by_rule, segments_of, work_of_layer
-from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import (
     Duplex,
     LinkSpeed,
@@ -26,6 +25,7 @@ from longspan.cost.csa_pipeline import (
     whole_prompt,
 )
 from longspan.cost.csa_price import behind, mean_ratios, prompt_s
+from longspan.cost.shape import ModelShape
 from longspan.policy.csps.search import Configuration, Grid, Group, least_loss, least_ttft
 
 SHAPE = ModelShape(num_layers=8, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, bytes_per_element=2)

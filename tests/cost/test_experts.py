@@ -25,17 +25,21 @@ from longspan.errors import ParameterError
 from longspan.sim.spec import HardwareSpec
 from longspan.simulation import read_architecture
 
-ACTIVE = {  # billions of active parameters as published, and how many of embedding and output head these include
-    "qwen3-30b-a3b": ("3.3", 2),  # model card
-    "qwen3-235b-a22b": ("22", 2),  # model card
-    "mixtral-8x7b": ("12.9", 2),  # arXiv 2401.04088
-    "gpt-oss-20b": ("3.61", 1),  # arXiv 2508.10925, table 1: without the embedding
+ACTIVE = {
+    "qwen3-30b-a3b": ("3.3", 2),
+    "qwen3-235b-a22b": ("22", 2),
+    "mixtral-8x7b": ("12.9", 2),
+    "gpt-oss-20b": ("3.61", 1),
     "gpt-oss-120b": ("5.13", 1),
-    "deepseek-v3": ("37", 1),  # arXiv 2412.19437
-    "glm-4.5": ("32", 0),  # arXiv 2508.06471, table 1: without embedding and output head
+    "deepseek-v3": ("37", 1),
+    "glm-4.5": ("32", 0),
     "glm-4.6": ("32", 0),
     "glm-4.5-air": ("12", 0),
 }
+"""Billions of active parameters as published, and how many of the embedding and the output head they include.
+
+Sources: model cards of Qwen, arXiv 2401.04088, 2508.10925 (table 1), 2412.19437 and 2508.06471 (table 1).
+"""
 TINY: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "hidden_size": 64,
@@ -89,7 +93,7 @@ def test_every_model_with_experts_has_a_published_count() -> None:
         ({"moe_intermediate_size": None}, [0, 1, 2, 3, 4, 5], 0, 192),
     ],
 )
-def test_configs_say_which_layers_have_experts(
+def test_layers_with_experts_follow_from_the_config(
     change: dict[str, Any], sparse: list[int], shared: int, size: int
 ) -> None:
     experts = from_config(TINY | change, name="tiny").experts
@@ -208,7 +212,7 @@ def test_expert_parallelism_computes_fewer_wider_products_and_sends_each_token_t
 
 
 def test_the_bytes_of_the_all_to_all_by_hand() -> None:
-    """A token with 4 of 16 experts on 4 ranks needs 4 * (1 - (3/4)^4) of them, of which three quarters are others."""
+    """A token with 4 of 16 experts on 4 ranks needs 4 * (1 - (3/4)^4) of them, three quarters of which are not the sender."""
     model = whole(from_config(TINY | {"hidden_size": 8192, "num_attention_heads": 64}, name="tiny"))
     line, tokens = on(model, "tp4"), 65536
     sent = tokens / 4 * 4 * (1 - 0.75**4) * 0.75 * 8192 * 2

@@ -21,11 +21,11 @@ from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.layouts import shard_span
 from longspan.core.runs import Layout
 from longspan.core.steps import Forward, MoveKV, Part
-from longspan.cost.architecture import ModelShape
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.flows import alone_s
 from longspan.cost.pricing import predicted_profile
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer, fit_decodes
+from longspan.cost.shape import ModelShape
 
 BLOCK_SIZE = 100
 PREFILL = {1: (0.02, 1e-4, 2e-8, 1e-8), 2: (0.03, 6e-5, 1e-8, 5e-9)}

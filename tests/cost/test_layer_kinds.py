@@ -130,7 +130,7 @@ def test_long_contexts_of_latent_attention_are_cheaper_than_of_plain_heads() -> 
         ({"layer_types": ["full_attention"] * 6}, None),
     ],
 )
-def test_configs_say_which_layers_have_windows(change: dict[str, Any], number: int | None) -> None:
+def test_layers_with_windows_follow_from_the_config(change: dict[str, Any], number: int | None) -> None:
     expected = None if number is None else Windows(size=100, num_layers=number)
     assert model_of(PLAIN, **{"sliding_window": 100, **change}).attention.windows == expected
 
@@ -170,7 +170,7 @@ def _part(request: int, start: int, stop: int) -> Part:
 
 
 @pytest.mark.parametrize("config", [PLAIN | {"sliding_window": 512, "sliding_window_pattern": 3}, LATENT], ids=str)
-def test_steps_of_a_simulation_cost_what_estimates_say(config: dict[str, Any]) -> None:
+def test_steps_of_a_simulation_cost_as_much_as_estimates(config: dict[str, Any]) -> None:
     model = from_config(config, name="tiny", precision=Precision.of("bfloat16", ffn="fp8"))
     cost = RooflineCost(model, H100S, Cluster.of("1"), block_size=16)
     line = on(model)

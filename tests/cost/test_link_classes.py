@@ -15,10 +15,10 @@ from longspan.core.group_links import link_of_group, links_by_size
 from longspan.core.imitated_hosts import locations_of_ranks
 from longspan.core.link_classes import LinkClass
 from longspan.core.steps import Forward
-from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.partition_table import Entry, PartitionTable
 from longspan.cost.profile import Prefill, Profile, Transfer
+from longspan.cost.shape import Hardware, ModelShape
 from longspan.errors import ParameterError
 from longspan.policy.auto.estimates import group_times
 from longspan.policy.choosing import Chooser

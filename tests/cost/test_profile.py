@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from longspan.core.exchange import LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.locations import Location
-from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import (
     Decode,
     Prefill,
@@ -28,6 +27,7 @@ from longspan.cost.profile import (
     profiled_prompts,
 )
 from longspan.cost.profile_key import ProfileKey
+from longspan.cost.shape import ModelShape
 from longspan.profiling.plan import (
     SHARED,
     KvCapacity,

@@ -18,9 +18,9 @@ from longspan.core.cluster import Cluster as Instances
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.locations import Location
 from longspan.core.runs import Run
-from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.partition_table import Entry, PartitionTable
 from longspan.cost.profile import Profile, Transfer, profiled_prompts
+from longspan.cost.shape import Hardware, ModelShape
 from longspan.policy.choosing import Chooser, ring_kv_or_ring_q, unsharded_weights_pay
 from longspan.policy.facts import Facts
 from longspan.policy.sharing import SharingOptions

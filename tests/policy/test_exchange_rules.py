@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from longspan.core.exchange import RING_KV, RING_Q
 from longspan.core.parallel_args import parse_parallel
-from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.estimate import estimate_prefill
 from longspan.cost.forward import rooflines
 from longspan.cost.profile import LinkFit
+from longspan.cost.shape import Hardware, ModelShape
 from longspan.cost.topology import Devices
 from longspan.policy.choosing import cheaper_weights, ring_kv_or_ring_q, unsharded_elements, unsharded_weights_pay
 from longspan.simulation import read_architecture

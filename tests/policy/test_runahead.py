@@ -22,10 +22,11 @@ from longspan.core.options import SchedulingArgs
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward
-from longspan.cost.architecture import Architecture, ModelShape
+from longspan.cost.architecture import Architecture
 from longspan.cost.partition_table import Entry, PartitionTable
 from longspan.cost.precision import Precision
 from longspan.cost.profile import Decode, Profile, profiled_prompts
+from longspan.cost.shape import ModelShape
 from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 from longspan.profiling.store import save_partitions

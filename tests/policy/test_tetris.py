@@ -22,9 +22,9 @@ from longspan.core.exchange import ALLTOALL, RING_KV, RING_Q
 from longspan.core.locations import Location
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
-from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.profile import Prefill, Profile
 from longspan.cost.profile_key import ProfileKey
+from longspan.cost.shape import Hardware, ModelShape
 from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 from longspan.policy.tetris import expected_times, measured_times, sp_times

@@ -62,7 +62,7 @@ def test_moves_to_other_instances_carry_the_latent_to_each_rank() -> None:
     assert flow.num_bytes == 2 * 8 * 61 * 64 * 576 * 2
 
 
-def test_resharding_copies_what_ranks_lack() -> None:
+def test_resharding_copies_missing_weights() -> None:
     spec = ClusterSpec(hardware="h200-sxm", **SEESAW)  # type: ignore[arg-type]
     experiment = make_experiment("deepseek-v3", spec, SchedulingArgs(policy="seesaw", host_kv_gib=200))
     prefill, decode = experiment.facts.phases

@@ -21,10 +21,10 @@ from longspan.core.layouts import shard_span
 from longspan.core.options import SchedulingArgs
 from longspan.core.sparse import SparseSetting
 from longspan.core.steps import Forward, Part, Sample
-from longspan.cost.architecture import ModelShape
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.pricing import whole_prompt_s
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
+from longspan.cost.shape import ModelShape
 from longspan.cost.step_cost import StepCost
 from longspan.policy.csps.chooser import CsaChooser
 from longspan.policy.csps.search import Configuration

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cache
 
 from longspan.core.sparse import DropMode
-from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import LinkSpeed, Rates
+from longspan.cost.shape import ModelShape
 from longspan.policy.csps.search import Configuration, Group
 from longspan.policy.csps.tuned import Point, Tuned, tuned
 

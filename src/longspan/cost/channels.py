@@ -24,8 +24,8 @@ from longspan.core.exchange import (
 )
 from longspan.core.exchange_plugins import plugin_part
 from longspan.core.runs import SpanShards
-from longspan.cost.architecture import ModelShape
 from longspan.cost.roofline import Layer
+from longspan.cost.shape import ModelShape
 from longspan.cost.topology import Topology
 from longspan.errors import PluginError
 

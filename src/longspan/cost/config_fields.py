@@ -177,7 +177,7 @@ def stored_formats(config: Mapping[str, Any]) -> tuple[Format, Format] | None:
 
 def _compressed(stored: Mapping[str, Any]) -> str:
     """Describe the first group of compressed-tensors."""
-    group = next(iter((stored.get("config_groups") or {}).values()), {})
+    group: Mapping[str, Any] = next(iter((stored.get("config_groups") or {}).values()), {})
     weights = group.get("weights") or {}
     kind, bits = weights.get("type"), weights.get("num_bits")
     return f"{kind} {bits} bits" + (" with inputs" if kind == "int" and group.get("input_activations") else "")

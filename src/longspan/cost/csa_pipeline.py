@@ -32,7 +32,7 @@ from longspan.core.sparse_plan import (
     visible_pairs,
 )
 from longspan.core.splits import spread_heads
-from longspan.cost.architecture import ModelShape
+from longspan.cost.shape import ModelShape
 
 Where = Literal["inside", "between"]
 Key = TypeVar("Key")

@@ -20,7 +20,6 @@ from longspan.core.link_classes import SAME_HOST, LinkClass
 from longspan.core.runs import SpanShards, coalesce
 from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import drops_in
-from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import (
     LinkSpeed,
     Members,
@@ -32,6 +31,7 @@ from longspan.cost.csa_pipeline import (
 )
 from longspan.cost.hidden_pipeline import HiddenWork, exposed_s, pair_shares, tokens_of
 from longspan.cost.profile import Profile
+from longspan.cost.shape import ModelShape
 
 _NO_LINK = LinkSpeed(math.inf)
 _PROFILED_DROP = 0.25

@@ -14,11 +14,12 @@ from longspan.core.layouts import shard_span
 from longspan.core.runs import Run, chunk_tokens
 from longspan.core.splits import cut_evenly
 from longspan.cost import catalog
-from longspan.cost.architecture import Architecture, ModelShape
+from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, exchanged_bytes, shares_of
 from longspan.cost.forward import Breakdown, Roofline, pipelined_s
 from longspan.cost.memory import USED_MEMORY
 from longspan.cost.partitions import MAX_SEARCHED, cut, even, search, searched_block
+from longspan.cost.shape import ModelShape
 from longspan.errors import ParameterError
 
 Phase = Literal["prefill", "decode"]

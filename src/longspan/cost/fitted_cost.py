@@ -14,9 +14,9 @@ from longspan.core.layouts import shard_span
 from longspan.core.link_classes import LINK_CLASSES, SAME_HOST, LinkClass, slowest_link
 from longspan.core.runs import SpanShards
 from longspan.core.steps import Forward, MoveKV, Part
-from longspan.cost.architecture import ModelShape
 from longspan.cost.flows import Flow, block_pairs, host_flows
 from longspan.cost.profile import DecodeFit, Kind, LinkFit, Prefill, Profile, Times, TransferKind
+from longspan.cost.shape import ModelShape
 from longspan.cost.step_cost import ReshardCost, computed_tokens, sparse_share, wait_for_balances
 from longspan.errors import ParameterError
 

@@ -16,9 +16,9 @@ from functools import lru_cache
 from longspan.core.exchange import LOCAL
 from longspan.core.layouts import shard_span
 from longspan.core.link_classes import SAME_HOST, LinkClass
-from longspan.cost.architecture import ModelShape
 from longspan.cost.partition_table import interpolated
 from longspan.cost.profile import LinkFit, PrefillTime, Profile
+from longspan.cost.shape import ModelShape
 
 Partition = tuple[int, ...]
 """Tokens of every member, in the order of the prompt. All but the last are multiples of the block size."""

@@ -25,8 +25,8 @@ BYTES: dict[Format, float] = {
 }
 """Bytes per element with scales.
 
-fp8_block has a float32 scale per block of 128 * 128, as DeepSeek V3. int4 has a 16-bit scale per group of 128, as GPTQ
-and AWQ. nvfp4 has an 8-bit scale per 16 elements, and mxfp4 one per 32. Scales per tensor or channel are neglected.
+As DeepSeek V3, fp8_block has a float32 scale per block of 128 * 128. As GPTQ and AWQ, int4 has a 16-bit scale per group
+of 128. An 8-bit scale is for 16 elements in nvfp4, and for 32 in mxfp4. Scales per tensor or channel are neglected.
 """
 _PRODUCTS: dict[Format, Products] = {
     "float32": "fp32",

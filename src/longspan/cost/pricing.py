@@ -15,12 +15,12 @@ from longspan.core.link_classes import LinkClass
 from longspan.core.runs import Run, SpanShards, chunk_tokens
 from longspan.core.splits import ParallelSpec, cut_evenly
 from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
-from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.flows import DISK_BYTES_PER_S, alone_s
 from longspan.cost.forward import pipelined_s
 from longspan.cost.partitions import cut
 from longspan.cost.profile import Decode, Prefill, Profile
 from longspan.cost.profile_key import ProfileKey
+from longspan.cost.shape import Hardware, ModelShape
 from longspan.cost.step_cost import StepCost
 from longspan.errors import ParameterError
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from longspan.core.exchange import LOCAL, Exchange, exchange_named
 from longspan.core.link_classes import SAME_HOST, LinkClass
-from longspan.cost.architecture import Hardware, ModelShape, typical_hardware
 from longspan.cost.profile_key import Count, ProfileKey, Stored
+from longspan.cost.shape import Hardware, ModelShape, typical_hardware
 
 Kind = tuple[int, Exchange]
 """The number of instances that share a request, and their exchange."""

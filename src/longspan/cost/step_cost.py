@@ -17,11 +17,12 @@ from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
-from longspan.cost.architecture import Architecture, ModelShape
+from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Kernels
 from longspan.cost.channels import Channel, Share, Shares, attention_s, shares_of
 from longspan.cost.flows import Flow, alone_s, block_pairs, host_flows
 from longspan.cost.forward import Breakdown, Roofline, rooflines
+from longspan.cost.shape import ModelShape
 from longspan.cost.topology import Devices
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 
 from longspan.attn.spec import AttnSpec
-from longspan.cost.architecture import ModelShape
+from longspan.cost.shape import ModelShape
 from longspan.model.roles import LayerRoles
 
 

@@ -6,8 +6,8 @@ from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING
 
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange, WeightSource, exchange_of, of_any_layout
-from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.profile import LinkFit, Times
+from longspan.cost.shape import Hardware, ModelShape
 from longspan.policy.facts import Facts
 from longspan.policy.group_times import class_of, nearest_times, times_over
 

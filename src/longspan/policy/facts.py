@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from longspan.core.cluster import Cluster
 from longspan.core.locations import Location, hosts_of
-from longspan.cost.architecture import Hardware, ModelShape
+from longspan.cost.shape import Hardware, ModelShape
 
 if TYPE_CHECKING:  # types alone: a machine without a profile needs no cost model
     from longspan.core.exchange import Exchange

@@ -17,7 +17,7 @@ from longspan.core.kv_record import KvRecord, LayerRecord
 from longspan.core.link_classes import slowest_link
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
-from longspan.cost.architecture import Architecture, Hardware
+from longspan.cost.architecture import Architecture
 from longspan.cost.estimate import (
     activation_bytes,
     full_step,
@@ -33,6 +33,7 @@ from longspan.cost.partitions import MAX_SEARCHED, ModelledPartitions, fractions
 from longspan.cost.pricing import PricedPhases, predicted_profile, whole_prompt_s
 from longspan.cost.profile import Profile, profiled_prompts
 from longspan.cost.profile_key import ProfileKey
+from longspan.cost.shape import Hardware
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
 from longspan.errors import ParameterError

@@ -16,8 +16,8 @@ import msgspec
 
 from longspan.core.exchange import exchange_of
 from longspan.core.locations import hosts_of
-from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import Rates
+from longspan.cost.shape import ModelShape
 from longspan.errors import ParameterError
 from longspan.policy.csps.models import TimeTable
 from longspan.policy.csps.objective import Objective

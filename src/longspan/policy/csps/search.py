@@ -16,9 +16,9 @@ import msgspec
 from longspan.core.exchange import ALLTOALL
 from longspan.core.sparse import MAX_LEVELS, DropMode, SparseSetting
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
-from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import Members, Rates
 from longspan.cost.csa_price import prompt_s
+from longspan.cost.shape import ModelShape
 
 STEP = 0.02
 """Distance between two drop ratios of a grid (supplement B)."""

@@ -17,9 +17,9 @@ import msgspec
 
 from longspan.core.sparse import DropMode, SparseSetting
 from longspan.core.sparse_plan import segments_of
-from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import Rates
 from longspan.cost.profile_key import Stored
+from longspan.cost.shape import ModelShape
 from longspan.policy.csps.models import LossModel, LossSample
 from longspan.policy.csps.objective import NO_LOSS
 from longspan.policy.csps.search import Configuration, Grid, Group, Loss
