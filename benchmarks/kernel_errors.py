@@ -12,11 +12,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kernels import products
+from kernels import attention
 from kernels.frame import print_errors
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("give the folder with kernels/*.csv.gz")
-    for kind in (products,):
+    for kind in (attention,):
         print_errors(kind.errors(Path(sys.argv[1])))

@@ -17,8 +17,8 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from kernels.frame import Array, KernelErrors, held_out, read_rows
 
+from kernels.frame import Array, KernelErrors, held_out, read_rows
 from longspan.cost import catalog, flash
 from longspan.cost.catalog import FlashConstants
 from longspan.cost.precision import Format, Precision
@@ -26,7 +26,7 @@ from longspan.cost.precision import Format, Precision
 _DEVICES = {"a100_sxm": "a100-sxm-80g", "l40s": "l40s", "h100_sxm": "h100-sxm-80g", "b200_sxm": "b200-sxm"}
 _CACHE_BYTES = {"a100_sxm": 40e6, "l40s": 96e6, "h100_sxm": 50e6, "b200_sxm": 126e6}
 _FAR = {"ampere": 1.18}
-"""`far` is not fitted here: it is the speed that Tetris' 64K and 256K tokens on A100 leave for attention. See docs/cost.md."""
+"""`far` is not fitted here: it is the speed that 64K and 256K tokens on A100 leave for attention (Tetris)."""
 _LARGEST_TRTLLM_BYTES = 2**27
 _LONG, _LONG_COUNT = 32768, 5.0
 """Decodes behind this many tokens, of which there are few, count several times."""
@@ -140,9 +140,7 @@ def fit(calls: Sequence[Call], device: str) -> FlashConstants:
     return _fit_prefill([call for call in usable if not call.decode], catalog.device(device), begun)
 
 
-def _fit_decode(
-    calls: Sequence[Call], device: catalog.Device
-) -> tuple[float, float, float, float, dict[float, float]]:
+def _fit_decode(calls: Sequence[Call], device: catalog.Device) -> tuple[float, float, float, float, dict[float, float]]:
     """Return start, split and sequence in microseconds, `few`, and the part of the memory's speed by head size."""
     seconds = np.array([call.seconds for call in calls])
     keys, tasks = (np.array([getattr(call, name) for call in calls], float) for name in ("keys", "sequences"))
@@ -218,7 +216,8 @@ def _least(terms: Array, seconds: Array, counts: Array, fixed: int) -> Array:
                 break
             kept &= factors >= 0
         weights = counts / np.maximum(np.abs(shares @ factors - 1), 0.02)
-    return factors / scales
+    found: Array = factors / scales
+    return found
 
 
 def _precision(kv: Format) -> Precision:
@@ -277,7 +276,7 @@ def _decode_size(call: Call) -> str:
 def errors(folder: Path) -> Iterator[KernelErrors]:
     """Yield the errors of prefill and decode. A tenth of vLLM's calls are predicted by constants of the others."""
     for file, kind in (("context", "prefill"), ("generation", "decode")):
-        groups: dict[tuple[str, str], list[Call]] = defaultdict(list)
+        groups: dict[tuple[str, Format], list[Call]] = defaultdict(list)
         for call in read_calls(folder, file):
             groups[call.device, call.kv].append(call)
         for (device, kv), calls in sorted(groups.items()):

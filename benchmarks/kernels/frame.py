@@ -12,7 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-_HEADER = ("kind", "device", "dtype", "size", "rows", "before", "after", "held-out rows", "held-out framework")
+_HEADER = (
+    "kind",
+    "device",
+    "dtype",
+    "source",
+    "size",
+    "rows",
+    "before",
+    "after",
+    "rows held out",
+    "framework held out",
+)
+_COLUMNS = ("before", "after", "left_rows", "left_framework")
 _SCALE = 0.1
 
 
@@ -23,8 +35,10 @@ class KernelErrors:
     Attributes:
         before: errors of commit 90e53d91. None if it had no such dtype.
         after: errors of the constants in this checkout.
-        left_rows: errors on a tenth of the shapes, of constants that were fitted to the others. None if not fitted.
-        left_framework: errors on each framework of constants that were fitted to the others. None for one framework.
+        left_rows: errors on a tenth of the shapes, of constants that were fitted to nine tenths. None if not fitted.
+        left_framework: errors of constants that were fitted to other frameworks. None without another one.
+        source: the framework whose kernels were measured.
+        minor: whether the sizes are left out of the summary, because layers of models do not have them.
     """
 
     kind: str
@@ -35,11 +49,13 @@ class KernelErrors:
     after: Array
     left_rows: Array | None = None
     left_framework: Array | None = None
+    source: str = ""
+    minor: bool = False
 
     def cells(self) -> tuple[str, ...]:
         """Return the row of the table."""
-        errors = [_shown(part) for part in (self.before, self.after, self.left_rows, self.left_framework)]
-        return (self.kind, self.device, self.dtype, self.size, str(len(self.after)), *errors)
+        errors = [_shown(getattr(self, name)) for name in _COLUMNS]
+        return (self.kind, self.device, self.dtype, self.source, self.size, str(len(self.after)), *errors)
 
 
 def print_errors(errors: Iterable[KernelErrors]) -> None:
@@ -56,6 +72,24 @@ def _shown(errors: Array | None) -> str:
     return f"{100 * np.abs(errors).mean():.1f} ({100 * np.median(errors):+.1f})"
 
 
+def summary(errors: Iterable[KernelErrors]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the head and rows of a table with the mean absolute errors of each kind, device and dtype, in percent."""
+    parts: dict[tuple[str, str, str], list[KernelErrors]] = {}
+    for part in errors:
+        if not part.minor:
+            parts.setdefault((part.kind, part.device, part.dtype), []).append(part)
+    rows = []
+    for key, own in parts.items():
+        columns = ([getattr(part, name) for part in own] for name in _COLUMNS)
+        rows.append((*key, *(_mean([values for values in column if values is not None]) for column in columns)))
+    return ("kind", "device", "dtype", "before", "after", "shapes held out", "framework held out"), rows
+
+
+def _mean(parts: list[Array]) -> str:
+    values = np.concatenate([np.zeros(0), *parts])
+    return f"{100 * np.abs(values).mean():.1f} %" if len(values) else "—"
+
+
 def read_rows(file: Path) -> list[dict[str, str]]:
     """Return the lines of a packed CSV file."""
     with gzip.open(file, "rt", encoding="utf-8") as lines:
@@ -64,7 +98,8 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 def held_out(number: int) -> NDArray[np.bool_]:
     """Return True for a tenth of `number` rows, always the same ones."""
-    return np.random.default_rng(48).permutation(number) % 10 == 0
+    left: NDArray[np.bool_] = np.random.default_rng(48).permutation(number) % 10 == 0
+    return left
 
 
 def minimise(errors: Callable[[Array], Array], at: Array, weights: Array | float = 1.0) -> Array:

@@ -7,8 +7,8 @@ from itertools import pairwise, product
 
 import pytest
 
-from longspan.core.exchange import LOCAL
 from longspan.core.cluster import Cluster
+from longspan.core.exchange import LOCAL
 from longspan.core.runs import Run
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config

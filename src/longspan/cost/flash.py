@@ -28,9 +28,8 @@ class FlashCurve:
     """Attention of one head size and precision on one device.
 
     Attributes:
-        pair_s, far_pair_s: seconds of a pair and query head on a full device: up to `NEAR_KEYS` apart, and further or of
-            another member.
-        row_s: seconds of a query row, in addition to its pairs: partly masked tiles, and queries and outputs, in halves.
+        pair_s, far_pair_s: seconds of a pair and query head on a full device, up to `NEAR_KEYS` apart, and beyond.
+        row_s: further seconds of a query row: half for partly masked tiles, half for queries and outputs.
         ragged, even: idle part of a wave if tiles have up to twice the mean number of keys, and if all have as many.
         wave_rows: query rows that fill the device.
         key_s: seconds to read a key and value of one KV head.
@@ -61,6 +60,7 @@ class FlashCurve:
         heads: float,
         kv_heads: float,
         sequences: float = 1,
+        *,
         received: bool = False,
     ) -> float:
         """Return the seconds of a call.
@@ -85,8 +85,7 @@ class FlashCurve:
             idle *= self.wave_rows / rows
         busy_s = heads * (product_s * (1 + idle) + queries * row_s)
         read_s = keys * self.key_s * (kv_heads + self.few / queries)
-        if read_s > busy_s:
-            busy_s = read_s
+        busy_s = max(busy_s, read_s)
         split_s = self.split_s * seen / (seen + SPLIT_KEYS)
         if split_s:
             busy_s += split_s * split_s / (split_s + busy_s)

@@ -289,6 +289,7 @@ class Layer:
         heads: float,
         kv_heads: float,
         sequences: float = 1,
+        *,
         received: bool = False,
     ) -> float:
         """Return the seconds of fused attention, by the quicker form of latent attention if the model has it.
@@ -298,11 +299,11 @@ class Layer:
         if not pairs:
             return 0.0
         if (latent := self.model.attention.latent) is None:
-            return self.flash.seconds(queries, pairs, keys, heads, kv_heads, sequences, received)
+            return self.flash.seconds(queries, pairs, keys, heads, kv_heads, sequences, received=received)
         # Queries in the space of the latent: more operations, but each key is read once for all heads.
-        latent_s = self.flash.seconds(queries, pairs, keys, heads, 1, sequences, received)
+        latent_s = self.flash.seconds(queries, pairs, keys, heads, 1, sequences, received=received)
         # Keys and values of each head: earlier keys are derived from the latent again.
-        heads_s = self._expanded.seconds(queries, pairs, keys, heads, heads, sequences, received)
+        heads_s = self._expanded.seconds(queries, pairs, keys, heads, heads, sequences, received=received)
         return min(latent_s, self._expanded_s(max(0.0, keys - queries), latent) + heads_s)
 
     def scores_s(self, *, scores: float, keys: float, heads: float, kv_heads: float) -> float:
