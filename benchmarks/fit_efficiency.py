@@ -1,30 +1,27 @@
-"""Fit constants of `cost/data/efficiency.toml` to Vidur's profiles, and print the errors for products left out.
+"""Fit constants of `cost/data/*.toml` to measured kernels and profiles of layers, and print their tables.
 
-    python benchmarks/fit_efficiency.py PROFILES
+    python benchmarks/fit_efficiency.py DATA
 
-PROFILES is a folder with linear_layers.csv.gz and collectives.csv.gz: median milliseconds of operators and collectives,
-from the repository of the Vidur simulator (MIT). The script prints the tables [linear] and [stream], and the entries of
-links.toml for NVLink. It also prints the error of that file for all measured messages and collectives.
+DATA is a folder with kernels/*.csv.gz: milliseconds of single kernels, from the repository of AIConfigurator
+(Apache-2.0). Its profiles/*.csv.gz are median milliseconds of operators and collectives, from the repository of the
+Vidur simulator (MIT). The script prints products.toml, the tables [linear] and [stream] of efficiency.toml, and the
+entries of links.toml for NVLink. It also prints the error of that file for all measured messages and collectives.
+`kernel_errors.py` prints the errors of the constants, fitted and held out.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from kernels import products
+from kernels.frame import read_rows
 
 from longspan.cost import catalog
-from longspan.cost.catalog import LinearCurve
-from longspan.cost.roofline import product_s
 from longspan.cost.topology import Topology
 
-Array = NDArray[np.float64]
 _DEVICES = {"a100": "a100-sxm-80g", "h100": "h100-sxm-80g", "a40": "a40"}
 _LINKS = {"a100_dgx": "nvlink3", "h100_dgx": "nvlink4"}
 _MEASURED = {
@@ -45,8 +42,6 @@ _MEASURED = {
 }
 _MIDDLE = 2**20
 _HALF = 2
-_NAMES = ("compute", "half_wave", "half_depth", "memory", "smooth", "start_us")
-_START = (0.75, 0.1, 50.0, 0.8, 2.0, 4.0)
 _BEYOND_CACHES = 2**26
 _KIND = ("network", "collective", "num_workers", "devices_per_node")
 _SMALL, _LARGE = 2**16, 2**25
@@ -72,17 +67,6 @@ class Row:
     wide: float
     milliseconds: dict[str, float]
 
-    @property
-    def products(self) -> dict[str, tuple[float, float]]:
-        """The numbers of inputs and outputs of each matrix product, by column of the file."""
-        queries = self.heads * self.head_dim
-        return {
-            "attn_pre_proj_ms": (self.hidden, queries + 2 * self.kv_heads * self.head_dim),
-            "attn_post_proj_ms": (queries, self.hidden),
-            "mlp_up_proj_ms": (self.hidden, 2 * self.wide),
-            "mlp_down_proj_ms": (self.wide, self.hidden),
-        }
-
     def stream_bytes(self, name: str) -> float:
         """Return the bytes that an element-wise operator reads and writes."""
         elements = {
@@ -94,56 +78,10 @@ class Row:
         return _HALF * self.tokens * elements[name]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Products:
-    """Sizes and measured seconds of matrix products as arrays.
-
-    Attributes:
-        sizes: rows, inputs, outputs, peak FLOPS, bytes per second and units [6, products].
-        seconds: [products].
-        groups: device and model [2, products].
-    """
-
-    sizes: Array
-    seconds: Array
-    groups: NDArray[np.str_]
-
-    def where(self, chosen: NDArray[np.bool_]) -> Products:
-        """Return the products for which `chosen` [products] is True."""
-        return Products(sizes=self.sizes[:, chosen], seconds=self.seconds[chosen], groups=self.groups[:, chosen])
-
-    def predicted(self, constants: Array) -> Array:
-        """Predict seconds with constants in the order of `_NAMES`."""
-        rows, inputs, outputs, peak, bytes_per_s, units = self.sizes
-        curve = LinearCurve(**dict(zip(_NAMES, constants.tolist(), strict=True)))
-        return product_s(
-            curve,
-            rows,
-            inputs,
-            outputs,
-            weight_bytes=_HALF,
-            bytes_per_element=_HALF,
-            peak=peak,
-            bytes_per_s=bytes_per_s,
-            units=units,
-        )
-
-    def error(self, constants: Array) -> float:
-        """Return the mean of the absolute relative errors."""
-        return float(np.abs(self.predicted(constants) / self.seconds - 1).mean())
-
-
-def main(folder: Path) -> None:
-    """Fit all constants, and print them with their errors."""
-    rows = [_row(fields) for fields in _lines(folder / "linear_layers.csv.gz")]
-    products = _products(rows)
-    fitted = _fit(products)
-    print("[linear]", *(f"{name} = {value:.3g}" for name, value in zip(_NAMES, fitted, strict=True)), sep="\n")
-    print(f"# mean error {products.error(fitted):.1%} of {len(products.seconds)} products")
-    for group in np.unique(products.groups):
-        left = (products.groups == group).any(axis=0)
-        missed = products.where(left).error(_fit(products.where(~left)))
-        print(f"# fitted without {group}: mean error {missed:.1%} of {left.sum()} products left out")
+def main(data: Path) -> None:
+    """Fit all constants, and print them."""
+    products.print_constants(data)
+    rows = [_row(fields) for fields in read_rows(data / "profiles" / "linear_layers.csv.gz")]
     print("\n[stream]")
     starts = [seconds for name in _STREAMS for num_bytes, seconds, _ in _streams(rows, name) if num_bytes < _SMALL]
     added = [(n, seconds, device) for n, seconds, device in _streams(rows, "add") if n > _BEYOND_CACHES]
@@ -159,14 +97,9 @@ def main(folder: Path) -> None:
         print(f"{name} = {np.mean(list(by_device.values())):.2f}  # {shown}")
     print(f"add = {add:.3f}")
     print(f"start_us = {1e6 * float(np.median(starts)):.1f}")
-    collectives = _lines(folder / "collectives.csv.gz")
+    collectives = read_rows(data / "profiles" / "collectives.csv.gz")
     _print_links(collectives)
     _print_link_errors(collectives)
-
-
-def _lines(file: Path) -> list[dict[str, str]]:
-    with gzip.open(file, "rt", encoding="utf-8") as lines:
-        return list(csv.DictReader(lines))
 
 
 def _row(fields: dict[str, str]) -> Row:
@@ -182,51 +115,6 @@ def _row(fields: dict[str, str]) -> Row:
         wide=int(fields["n_expanded_embd"]) / ranks,
         milliseconds={name: float(value) for name, value in fields.items() if name.endswith("_ms") and value},
     )
-
-
-def _products(rows: list[Row]) -> Products:
-    sizes, seconds, groups = [], [], []
-    for row in rows:
-        device = catalog.device(_DEVICES[row.device])
-        for column, (inputs, outputs) in row.products.items():
-            if row.milliseconds.get(column):
-                sizes.append((row.tokens, inputs, outputs, device.flops_per_s, device.bytes_per_s, device.units))
-                seconds.append(1e-3 * row.milliseconds[column])
-                groups.append((row.device, row.model))
-    return Products(sizes=np.array(sizes, dtype=np.float64).T, seconds=np.array(seconds), groups=np.array(groups).T)
-
-
-def _fit(products: Products) -> Array:
-    """Return the constants with the least robust sum of logarithmic errors. Outliers count linearly, not squared."""
-
-    def errors(logs: Array) -> Array:
-        return np.log(products.predicted(np.exp(logs)) / products.seconds)
-
-    return np.exp(_minimise(errors, np.log(_START)))
-
-
-def _minimise(errors: Callable[[Array], Array], at: Array, scale: float = 0.1) -> Array:
-    """Minimize the sum of sqrt(1 + (error / scale)²) by Levenberg's method, with slopes by finite differences."""
-    damping, step = 1e-3, 1e-5
-    current = errors(at)
-    for _ in range(60):
-        slopes = np.stack([(errors(at + shift) - current) / step for shift in step * np.eye(len(at))], axis=1)
-        weights = 1 / np.sqrt(1 + (current / scale) ** 2)
-        curvature, slope = slopes.T @ (slopes * weights[:, None]), slopes.T @ (weights * current)
-        before = np.sqrt(1 + (current / scale) ** 2).sum()
-        while damping < 1e9:
-            tried = at - np.linalg.solve(curvature + damping * np.diag(np.diag(curvature) + 1e-9), slope)
-            missed = errors(tried)
-            after = np.sqrt(1 + (missed / scale) ** 2).sum()
-            if after < before:
-                break
-            damping *= 4
-        else:
-            return at
-        at, current, damping = tried, missed, damping / 4
-        if before - after < 1e-9 * before:
-            break
-    return at
 
 
 def _streams(rows: list[Row], name: str) -> list[tuple[float, float, catalog.Device]]:
@@ -299,5 +187,5 @@ def _topology(name: str, ranks: int, per_host: int) -> Topology:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("give the folder with linear_layers.csv.gz and collectives.csv.gz")
+        sys.exit("give the folder with kernels/*.csv.gz and profiles/*.csv.gz")
     main(Path(sys.argv[1]))

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from longspan.cli.app import app
 from longspan.cost import catalog
+from longspan.cost.catalog import LinearCurve
 from longspan.serve.messages import CacheConfig, Stats
 from longspan.serve.metrics import Metrics
 from longspan.serve.requests import UNSERVED
@@ -31,6 +32,8 @@ _DOCS = Path(__file__).parent
 PAGES = sorted(page for folder in ("", "policies", "figures") for page in (_DOCS / folder).glob("*.md"))
 _PAPERS = _DOCS.parent / "benchmarks" / "papers"
 _CLAIMS, _FIGURES, _POINTS = (_PAPERS / name for name in ("claims.json", "figures.json", "points.toml"))
+_PRODUCTS = _DOCS.parent / "src" / "longspan" / "cost" / "data" / "products.toml"
+_KERNELS = _DOCS.parent / "benchmarks" / "kernels" / "errors.json"
 _MODELS = _DOCS.parent / "tools" / "models.json"
 TYPES = _DOCS.parent / "src" / "longspan" / "served_types.json"
 """The exact types of `make models`, for `longspan models`."""
@@ -118,6 +121,25 @@ def _refused() -> str:
 def _computed_errors() -> str:
     rows = [(error.what, error.wanted, f"{error.mean:g} %", error.worst) for error in catalog.errors()[0]]
     return _table(("", "wanted", "mean error", "worst"), rows)
+
+
+def _product_constants() -> str:
+    """Return the constants of measured products. Entries that name another one are left out."""
+    table = tomllib.loads(_PRODUCTS.read_text(encoding="utf-8"))
+    head = tuple(LinearCurve.__dataclass_fields__)
+    rows = [
+        (f"{generation}, {weights}", *(f"{curve[name]:g}" if name in curve else "—" for name in head))
+        for generation, formats in table.items()
+        for weights, curve in formats.items()
+        if isinstance(curve, dict)
+    ]
+    return _table(("", *(f"`{name}`" for name in head)), rows)
+
+
+def _kernel_errors() -> str:
+    """Return the table that benchmarks/kernel_errors.py has stored."""
+    table = json.loads(_KERNELS.read_text(encoding="utf-8"))
+    return _table(tuple(table["head"]), [tuple(row) for row in table["rows"]])
 
 
 def _served_errors() -> str:
@@ -261,6 +283,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "metrics": _metrics,
     "refused": _refused,
     "computed_errors": _computed_errors,
+    "kernel_errors": _kernel_errors,
+    "product_constants": _product_constants,
     "served_errors": _served_errors,
     "claims": _claims,
     "models": _models,

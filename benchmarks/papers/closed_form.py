@@ -125,7 +125,7 @@ class LayerTerms(NamedTuple):
 def layer_terms(line: Roofline, forward: Pass) -> LayerTerms:
     """Return the terms of Table 3 at the speeds that devices reach. Shared terms are divided by TP."""
     layer, model, shape = line.layer, line.layer.model, line.layer.model.attention
-    device, curve, tokens = layer.device, layer.efficiency.linear, forward.prompt + forward.decodes
+    device, curve, tokens = layer.device, layer.curve(model.precision.ffn), forward.prompt + forward.decodes
     bytes_per_s, peak = device.bytes_per_s * curve.memory, device.peak(model.precision.weights)
     projections, ffn = shape.attention_weights / layer.tp, model.ffn_weights / layer.tp
     weights_s = (projections * model.precision.weight_bytes + ffn * model.precision.ffn_bytes) / bytes_per_s

@@ -15,7 +15,13 @@ import kv_runahead
 import tetris
 from cells import Cell, Setting, mean_error, report
 
+from longspan.core.cluster import Cluster
 from longspan.cost import catalog
+from longspan.cost.architecture import from_config
+from longspan.cost.forward import rooflines
+from longspan.cost.precision import Precision
+from longspan.cost.roofline import linear_s
+from longspan.cost.topology import Devices
 
 
 def check(cells: list[Cell]) -> None:
@@ -71,6 +77,22 @@ def test_kv_runahead_table_3_and_memory() -> None:
     assert llama.prefill("2", "chain", 16_384, fractions="search").memory.fits
     assert llama.prefill("1", "local", 12_288).memory.fits
     assert kv_runahead.setting("llama-13b").prefill("4", "gather_kv", 16_384).memory.fits
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "half_ms", "rounded_ms"),
+    [(8192, 8192, 8192, 1.879, 1.180), (65536, 7168, 8192, 13.383, 7.516), (65536, 8192, 3584, 7.044, 4.390)],
+)
+def test_products_of_context_parallelism(
+    rows: int, inputs: int, outputs: int, half_ms: float, rounded_ms: float
+) -> None:
+    """FBGEMM's row-wise kernels on an H100 of 500 W, with rounding (its pull request 2546)."""
+    config, precision = catalog.model_config("llama-3-405b"), Precision.of("bfloat16", ffn="fp8")
+    model = from_config(config, name="405b", precision=precision)
+    hosts = Devices(hardware="h100-96g-hbm2e-500w", gpus_per_host=8)
+    [line] = rooflines(model, hosts, Cluster.of("tp8"), constants=context_parallelism.products_of_2024())
+    assert linear_s(line.layer, rows, inputs, outputs, "bfloat16") == pytest.approx(half_ms * 1e-3, rel=0.1)
+    assert linear_s(line.layer, rows, inputs, outputs, "fp8") == pytest.approx(rounded_ms * 1e-3, rel=0.11)
 
 
 def test_context_parallelism() -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any, Literal
 
 import msgspec
 
-from longspan.cost.precision import Format, Precision, Products, products_of
+from longspan.cost.precision import BYTES, Format, Precision, Products, products_of
 from longspan.errors import ParameterError
 
 Kernels = Literal["flash", "eager"]
 """Attention is fused, or made of separate operators over a matrix of scores."""
+_MEASURED_AS: dict[Format, Format] = {"float32": "bfloat16", "float16": "bfloat16", "mxfp4": "int4"}
+"""Formats without measured products, and the format with the same kind of kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,8 @@ class LinearCurve:
         memory: the fraction of the memory's speed at which weights are read.
         smooth: sharpness of the edge of the roof.
         start_us: microseconds of the smallest product.
+        rounding: the fraction of the memory's speed at which an operator rounds inputs to the format of the weights.
+            If it is 0, inputs stay in 16 bits.
     """
 
     compute: float
@@ -36,6 +40,7 @@ class LinearCurve:
     memory: float
     smooth: float
     start_us: float
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +130,23 @@ class Efficiency:
     """The efficiency constants of the roofline.
 
     Attributes:
+        linear: products of 2023 in 16 bits, on all devices: for unfused code, and without `products`.
         host_smooth: sharpness of the transition between the host's launch time and the device's time.
         attention: constants of attention by kernels.
+        products: today's products by measured generation and format, from products.toml.
     """
 
     linear: LinearCurve
     stream: StreamCurve
     host_smooth: float
     attention: dict[Kernels, Attention]
+    products: dict[str, dict[Format, LinearCurve]] = field(default_factory=dict)
+
+    def curve(self, device: Device, weights: Format) -> LinearCurve:
+        """Return the curve of products with weights in a format, which the device may only store."""
+        if not self.products:
+            return self.linear
+        return self.products[device.measured_generation][device.computed_as(weights)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +200,15 @@ class Device:
         """Return whether products with such weights have fewer than 16 bits, so that inputs are rounded."""
         products = products_of(weights)
         return products in ("fp8", "int8", "fp4") and self._speeds[products] > 0
+
+    def computed_as(self, weights: Format) -> Format:
+        """Return the format whose products were measured for weights in a format.
+
+        Weights in a format that the device cannot multiply are widened to 16 bits, as those in int8 or int4.
+        """
+        if products_of(weights) in ("fp8", "int8", "fp4") and not self.multiplies_narrow(weights):
+            return "int8" if BYTES[weights] >= 1 else "int4"
+        return _MEASURED_AS.get(weights, weights)
 
     @cached_property
     def _speeds(self) -> dict[Products, float]:
@@ -321,6 +344,7 @@ def efficiency() -> Efficiency:
         stream=StreamCurve(**table["stream"]),
         host_smooth=table["host"]["smooth"],
         attention={"flash": Attention(**table["flash"]), "eager": Attention(**table["eager"])},
+        products=_products(),
     )
 
 
@@ -331,6 +355,17 @@ def flash_constants(device: Device, precision: Precision) -> FlashConstants:
     formats = table.get(device.name) or table.get(device.generation) or table[device.measured_generation]
     narrow = precision.kv_bytes <= 1 and "fp8" in formats
     return msgspec.convert(formats["fp8" if narrow else "bfloat16"], FlashConstants)
+
+
+def _products() -> dict[str, dict[Format, LinearCurve]]:
+    table = _table("products")
+    return {name: {weights: _curve(table, name, weights) for weights in curves} for name, curves in table.items()}
+
+
+def _curve(table: dict[str, Any], generation: str, weights: str) -> LinearCurve:
+    """Return a curve of a table. An entry may name another one, such as `ampere.int8`."""
+    entry = table[generation][weights]
+    return _curve(table, *entry.split(".")) if isinstance(entry, str) else LinearCurve(**entry)
 
 
 def _entry(file: str, parameter: str, name: str) -> dict[str, Any]:

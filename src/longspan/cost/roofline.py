@@ -14,7 +14,7 @@ from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Attention, Device, Efficiency, LinearCurve
 from longspan.cost.flash import FlashCurve, flash_curve
 from longspan.cost.layer_kinds import Experts, Latent
-from longspan.cost.precision import BYTES, Format, Precision
+from longspan.cost.precision import BYTES, FORMATS, Format, Precision
 
 Number = TypeVar("Number", float, NDArray[np.float64])
 
@@ -30,7 +30,7 @@ def linear_s(layer: Layer, rows: float, inputs: float, outputs: float, weights: 
     if not rows:
         return 0.0
     return product_s(
-        layer.efficiency.linear,
+        layer.curve(weights),
         rows,
         inputs,
         outputs,
@@ -50,18 +50,24 @@ def product_s(
     *,
     weight_bytes: float,
     bytes_per_element: float,
-    peak: Number,
-    bytes_per_s: Number,
-    units: Number,
+    peak: float,
+    bytes_per_s: float,
+    units: float,
 ) -> Number:
-    """Return the seconds of a product of [rows, inputs] and weights [inputs, outputs], for numbers or arrays."""
+    """Return the seconds of a product of [rows, inputs] and weights [inputs, outputs], for numbers or arrays.
+
+    This includes the operator that rounds the inputs, if the curve has one.
+    """
     waves = rows * outputs / (_TILE * units)
     filled = waves / (waves + curve.half_wave) * inputs / (inputs + curve.half_depth)
     compute_s = 2 * rows * inputs * outputs / (peak * curve.compute * filled)
-    moved = inputs * outputs * weight_bytes + rows * (inputs + outputs) * bytes_per_element
+    input_bytes = weight_bytes if curve.rounding else bytes_per_element
+    moved = inputs * outputs * weight_bytes + rows * (inputs * input_bytes + outputs * bytes_per_element)
     memory_s = moved / (bytes_per_s * curve.memory)
-    joined: Number = (compute_s**curve.smooth + memory_s**curve.smooth) ** (1 / curve.smooth)
-    return joined + curve.start_us * 1e-6
+    seconds: Number = (compute_s**curve.smooth + memory_s**curve.smooth) ** (1 / curve.smooth)
+    if curve.rounding:
+        seconds += rows * inputs * (bytes_per_element + weight_bytes) / (bytes_per_s * curve.rounding)
+    return seconds + curve.start_us * 1e-6
 
 
 _NORM_BYTES = 30
@@ -102,6 +108,18 @@ class Layer:
     @property
     def precision(self) -> Precision:
         return self.model.precision
+
+    def curve(self, weights: Format) -> LinearCurve:
+        """Return the curve of products with weights in a format. Unfused code of 2023 has the products of 2023."""
+        return self._curves[weights]
+
+    @cached_property
+    def _curves(self) -> dict[Format, LinearCurve]:
+        constants, unfused = self.efficiency, self.attention.unfused
+        return {
+            weights: constants.linear if unfused and BYTES[weights] >= 2 else constants.curve(self.device, weights)
+            for weights in FORMATS
+        }
 
     @cached_property
     def heads(self) -> float:
@@ -199,8 +217,7 @@ class Layer:
         touched = 5 if unfused and model.gated else 1 + wide
         limit = None if unfused else self.efficiency.stream.activation
         activation_s = self.stream_s(touched * rows * width * self.bytes_per_element, limit)
-        rounded_s = self.rounded_s(rows * hidden_size) + self.rounded_s(rows * width)
-        return LayerSeconds(products_s, activation_s + rounded_s)
+        return LayerSeconds(products_s, activation_s)
 
     def _mixture(self, tokens: float, experts: Experts) -> LayerSeconds:
         """Return the seconds of the router, and of the experts: with expert parallelism, of the busiest rank.
@@ -220,12 +237,6 @@ class Layer:
             shared = self._feed_forward(tokens, experts.shared_size)
             products_s, elementwise_s = products_s + shared.linear_s, elementwise_s + shared.elementwise_s
         return LayerSeconds(products_s, elementwise_s + 2 * self.start_s)
-
-    def rounded_s(self, elements: float) -> float:
-        """Return the seconds to round inputs of a feed-forward product to 8 bits, if it is computed in 8 bits."""
-        if not self.device.multiplies_narrow(self.precision.ffn):
-            return 0.0
-        return self.stream_s(elements * (self.bytes_per_element + self.precision.ffn_bytes))
 
     def head_s(self, tokens: float) -> float:
         """Return the seconds of the output head and the last norm."""
