@@ -300,6 +300,7 @@ def _lines(kind: str, calls: Sequence[Call], left: dict[str, list[float]]) -> It
             after=after,
             left_rows=np.array(left[size]) if size in left else None,
             left_framework=after if members[0].framework == "trtllm" else None,
+            minor=bool(unusable(members[0])),
         )
 
 

@@ -69,12 +69,13 @@ class FlashCurve:
             pairs: pairs of a query and a visible key.
             keys: number of keys read per KV head, of all sequences.
             sequences: all queries of a decode, else 1: prompts of one call fill the device together.
-            received: keys or queries of another member. They lie contiguously, and no tile is partly masked.
+            received: keys or queries of another member. They lie contiguously, no tile is partly masked, and no new keys
+                are stored, which takes half of the start and of a row.
         """
         seen, rows = pairs / queries, queries * heads
-        idle, row_s = self.even, self.row_s
+        start_s, idle, row_s = self.start_s, self.even, self.row_s
         if received:
-            product_s, row_s = pairs * self.far_pair_s, row_s / 2
+            product_s, row_s, start_s = pairs * self.far_pair_s, row_s / 2, start_s / 2
         else:
             ragged = queries / (2 * seen)  # 1 in a new prompt, whose longest tiles have twice the mean number of keys
             idle += (self.ragged - idle) * (ragged if ragged < 1 else 1.0)
@@ -89,7 +90,7 @@ class FlashCurve:
         split_s = self.split_s * seen / (seen + SPLIT_KEYS)
         if split_s:
             busy_s += split_s * split_s / (split_s + busy_s)
-        return self.start_s + sequences * kv_heads * self.sequence_s + busy_s
+        return start_s + sequences * kv_heads * self.sequence_s + busy_s
 
     def store_s(self, tokens: float, kv_heads: float) -> float:
         """Return the seconds to write new keys and values to the cache."""
