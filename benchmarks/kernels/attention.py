@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,6 @@ _FAR = {"ampere": 1.18}
 _LARGEST_TRTLLM_BYTES = 2**27
 _LONG, _LONG_COUNT = 32768, 5.0
 """Decodes behind this many tokens, of which there are few, count several times."""
-_FEW = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
 _SPLIT_US = (0.5, 1, 2, 4, 6, 8, 12, 16, 20, 25, 30, 40)
 
 
@@ -148,23 +146,24 @@ def _fit_decode(calls: Sequence[Call], device: catalog.Device) -> tuple[float, f
     read_s = np.array([call.read_bytes for call in calls]) / device.bytes_per_s
     sizes = np.array([call.head_dim for call in calls], float)
     counts = np.where(keys >= _LONG, _LONG_COUNT, 1.0)
-    best: tuple[float, float, float, Array] | None = None
-    for few, split_us in product(_FEW, _SPLIT_US):
-        by_size = [np.where(sizes == size, read_s * (1 + few / tasks), 0.0) for size in np.unique(sizes)]
+    best: tuple[float, float, Array] | None = None
+    by_size = [np.where(sizes == size, read_s, 0.0) for size in np.unique(sizes)]
+    lone_s = read_s * device.bytes_per_s / tasks / (device.units * device.clock_hz)
+    for split_us in _SPLIT_US:
         split_s = 1e-6 * split_us * keys / (keys + flash.SPLIT_KEYS)
         busy_s = sum(by_size)
-        for _ in range(2):
+        for _ in range(3):
             exposed_s = split_s**2 / (split_s + busy_s)
-            terms = np.stack([exposed_s, np.ones_like(seconds), tasks / device.units, *by_size], axis=1)
+            terms = np.stack([exposed_s, np.ones_like(seconds), tasks / device.units, lone_s, *by_size], axis=1)
             found = _least(terms, seconds, counts, fixed=1)
             busy_s = terms[:, 3:] @ found[3:]
         error = float((counts * np.abs(terms @ found / seconds - 1)).mean())
         if best is None or error < best[0]:
-            best = error, few, split_us, found
+            best = error, split_us, found
     assert best is not None
-    _, few, split_us, found = best
-    memory = {size: min(1.0, 1 / slope) for size, slope in zip(np.unique(sizes), found[3:], strict=True)}
-    return 1e6 * found[1], split_us, 1e6 * found[2], few, memory
+    _, split_us, found = best
+    memory = {size: min(1.0, 1 / slope) for size, slope in zip(np.unique(sizes), found[4:], strict=True)}
+    return 1e6 * found[1], split_us, 1e6 * found[2], found[3], memory
 
 
 def _fit_prefill(calls: Sequence[Call], device: catalog.Device, begun: FlashConstants) -> FlashConstants:

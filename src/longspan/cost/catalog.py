@@ -107,7 +107,7 @@ class FlashConstants:
         row_keys: keys that a query row costs in addition to those it sees.
         stores: passes over new keys and values, in 16 bits, that their way into the cache costs.
         memory: the part of the memory's speed at which keys and values are read.
-        few: concurrent reads at which reading takes twice as long.
+        few: clocks of a unit per byte that are added if one sequence and KV head is read alone.
         sequence_us: microseconds of a unit per sequence and KV head.
         split_us: microseconds to split one long sequence over the device, and to merge.
     """

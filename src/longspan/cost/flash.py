@@ -33,7 +33,7 @@ class FlashCurve:
         ragged, even: idle part of a wave if tiles have up to twice the mean number of keys, and if all have as many.
         wave_rows: query rows that fill the device.
         key_s: seconds to read a key and value of one KV head.
-        few: number of concurrent reads (query and KV head) at which reading takes twice as long as by many.
+        lone_key_s: seconds added to that if one query and KV head read alone, so that splits do not fill the device.
         new_key_s: seconds to store a new key and value of one KV head.
         sequence_s: seconds of a sequence and KV head.
         split_s: seconds to split a long sequence over the device and to merge, which longer calls hide.
@@ -47,7 +47,7 @@ class FlashCurve:
     even: float
     wave_rows: float
     key_s: float
-    few: float
+    lone_key_s: float
     new_key_s: float
     sequence_s: float
     split_s: float
@@ -85,7 +85,7 @@ class FlashCurve:
         if rows > self.wave_rows:
             idle *= self.wave_rows / rows
         busy_s = heads * (product_s * (1 + idle) + queries * row_s)
-        read_s = keys * self.key_s * (kv_heads + self.few / queries)
+        read_s = keys * (kv_heads * self.key_s + self.lone_key_s / queries)
         busy_s = max(busy_s, read_s)
         split_s = self.split_s * seen / (seen + SPLIT_KEYS)
         if split_s:
@@ -123,7 +123,7 @@ def curve_of(
         even=max(of.ragged / 2, _EVEN_WAVE),
         wave_rows=TILE_ROWS * device.units,
         key_s=key_bytes / bytes_per_s,
-        few=of.few,
+        lone_key_s=of.few * key_bytes / (device.units * device.clock_hz),
         new_key_s=of.stores * 2 * dims / device.bytes_per_s,
         sequence_s=of.sequence_us * 1e-6 / device.units,
         split_s=of.split_us * 1e-6,
