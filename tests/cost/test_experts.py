@@ -262,5 +262,5 @@ def test_the_precision_of_a_quantised_checkpoint_is_that_of_its_config(stored: A
 
 
 def test_a_quantisation_that_is_not_modelled_is_named() -> None:
-    with pytest.raises(ValueError, match=r"weights stored by bitsandbytes .* are not modelled"):
+    with pytest.raises(ParameterError, match=r"dtype.* weights stored by bitsandbytes .* are not modelled"):
         stored_formats({"quantization_config": {"quant_method": "bitsandbytes"}})

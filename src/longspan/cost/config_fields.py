@@ -7,6 +7,7 @@ from typing import Any
 
 from longspan.cost.layer_kinds import Experts, Latent, Windows
 from longspan.cost.precision import Format
+from longspan.errors import ParameterError
 
 _OTHER_NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -142,7 +143,7 @@ def stored_formats(config: Mapping[str, Any]) -> tuple[Format, Format] | None:
     """Return the formats of quantised weights, of attention and of feed-forward layers. None without quantisation.
 
     Raises:
-        ValueError: for a quantisation that is not modelled.
+        ParameterError: for a quantisation that is not modelled.
     """
     parts = (config, config.get("text_config") or {})
     stored = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
@@ -171,7 +172,8 @@ def stored_formats(config: Mapping[str, Any]) -> tuple[Format, Format] | None:
         "nvfp4": "nvfp4",
     }
     if kind not in formats:
-        raise ValueError(f"weights stored by {method} ({kind}) are not modelled: name their format")
+        problem = f"auto: weights stored by {method} ({kind}) are not modelled, so name their format"
+        raise ParameterError("dtype", problem, "auto")
     return formats[kind], formats[kind]
 
 
