@@ -69,15 +69,15 @@ class FlashCurve:
             pairs: pairs of a query and a visible key.
             keys: number of keys read per KV head, of all sequences.
             sequences: all queries of a decode, else 1: prompts of one call fill the device together.
-            received: keys or queries of another member. They lie contiguously, no tile is partly masked, and no new keys
-                are stored, which takes half of the start and of a row.
+            received: keys or queries of another member. They lie contiguously, and no tile is partly masked. Half of
+                the start and of the row seconds remain.
         """
         seen, rows = pairs / queries, queries * heads
         start_s, idle, row_s = self.start_s, self.even, self.row_s
         if received:
             product_s, row_s, start_s = pairs * self.far_pair_s, row_s / 2, start_s / 2
         else:
-            ragged = queries / (2 * seen)  # 1 in a new prompt, whose longest tiles have twice the mean number of keys
+            ragged = queries / (2 * seen)  # 1 in a new prompt: its longest tiles have twice the mean number of keys
             idle += (self.ragged - idle) * (ragged if ragged < 1 else 1.0)
             product_s = pairs * self.pair_s
             if seen > NEAR_KEYS:
@@ -88,7 +88,7 @@ class FlashCurve:
         read_s = keys * (kv_heads * self.key_s + self.lone_key_s / queries)
         busy_s = max(busy_s, read_s)
         split_s = self.split_s * seen / (seen + SPLIT_KEYS)
-        if split_s:
+        if split_s and not received:
             busy_s += split_s * split_s / (split_s + busy_s)
         return start_s + sequences * kv_heads * self.sequence_s + busy_s
 
