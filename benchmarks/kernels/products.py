@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.frame import Array, KernelErrors, held_out, minimise, read_rows
+from kernels.frame import Array, KernelErrors, minimise, read_rows
 from longspan.cost import catalog
 from longspan.cost.catalog import Device, LinearCurve
 from longspan.cost.precision import BYTES, Format
@@ -43,6 +43,8 @@ _SIZES = {"m <= 64": (0, 64), "64 < m <= 1024": (64, 1024), "m > 1024": (1024, n
 _OTHERS = "n or k < 512"
 _MIN_ROWS = 500
 """Least number of products that a curve is fitted to. The block kernels of vLLM were launched by slow hosts."""
+_PRIMES = np.array([7919.0, 104729.0, 15485863.0])
+"""Factors of rows, inputs and outputs that spread shapes evenly."""
 _LEAST = 1e-3
 """Smaller constants are printed as 0."""
 _NAMES = ("compute", "half_wave", "half_depth", "memory", "smooth", "start_us", "rounding")
@@ -81,6 +83,12 @@ class Products:
     def wide(self) -> NDArray[np.bool_]:
         wide: NDArray[np.bool_] = self.sizes[1:].min(axis=0) >= _WIDE
         return wide
+
+    @cached_property
+    def tenth(self) -> NDArray[np.bool_]:
+        """Return True for a tenth of the shapes, the same ones for all frameworks."""
+        left: NDArray[np.bool_] = _PRIMES @ self.sizes % 101 < 10
+        return left
 
     def predicted(self, curve: LinearCurve) -> Array:
         rows, inputs, outputs = self.sizes
@@ -266,7 +274,7 @@ def errors(data: Path) -> Iterator[KernelErrors]:
     for (name, weights), kernels in read_kernels(data).items():
         curve = constants.curve(catalog.device(name), weights)
         layers = profiles if (name, weights) == ("a100-sxm-80g", "bfloat16") else []
-        left = [held_out(len(part.seconds)) for part in kernels]
+        left = [part.tenth for part in kernels]
         without_tenth = fit([*(part.where(~out) for part, out in zip(kernels, left, strict=True)), *layers])
         for index, part in enumerate(kernels):
             others = [*kernels[:index], *kernels[index + 1 :], *layers]
