@@ -14,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-from kernels import collectives, products
+from kernels import attention, collectives, products
 from kernels.frame import print_errors, summary
 
 _SUMMARY = Path(__file__).parent / "kernels" / "errors.json"
@@ -22,7 +22,7 @@ _SUMMARY = Path(__file__).parent / "kernels" / "errors.json"
 
 def main(data: Path) -> None:
     """Print the errors of all kinds, and store their means."""
-    errors = [error for kind in (products, collectives) for error in kind.errors(data)]
+    errors = [error for kind in (products, attention, collectives) for error in kind.errors(data)]
     print_errors(errors)
     head, rows = summary(errors)
     _SUMMARY.write_text(json.dumps({"head": head, "rows": rows}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

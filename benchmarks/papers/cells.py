@@ -91,9 +91,7 @@ class Setting:
         """Return the FLOPS of one device in causal attention alone, over `tokens` tokens with the heads of one rank."""
         layer = self._cost(Cluster.of(parallel)).layer
         pairs, head_dim = tokens * (tokens + 1) / 2, layer.model.attention.head_dim
-        seconds = layer.attention_s(
-            queries=tokens, pairs=pairs, keys=tokens, heads=layer.heads, kv_heads=layer.kv_heads
-        )
+        seconds = layer.attended_s(queries=tokens, pairs=pairs, keys=tokens, heads=layer.heads, kv_heads=layer.kv_heads)
         return 4 * pairs * layer.heads * head_dim / seconds
 
     def steps(self, parallel: str) -> RooflineCost:

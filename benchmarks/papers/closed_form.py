@@ -132,7 +132,7 @@ def layer_terms(line: Roofline, forward: Pass) -> LayerTerms:
     queries_bytes = forward.prompt * layer.heads * shape.head_dim * shape.bytes_per_element
     kv_s = (queries_bytes + (forward.prompt + forward.decodes * forward.decode_seen) * layer.kv_bytes) / bytes_per_s
     pairs = forward.prompt * forward.prompt_seen + forward.decodes * forward.decode_seen
-    scores_s = 4 * pairs * layer.heads * shape.head_dim / (peak * layer.attention.attention)
+    scores_s = pairs * layer.heads * layer.flash.pair_s
     num_sums, hidden_bytes = 1 if model.parallel else 2, tokens * shape.hidden_size * layer.bytes_per_element
     network_s = num_sums * line.topology.all_reduce_s(hidden_bytes)
     linear_s = (weights_s**curve.smooth + products_s**curve.smooth) ** (1 / curve.smooth)

@@ -148,7 +148,7 @@ def test_heads_are_not_cut() -> None:
     def attention_s(instances: int) -> float:
         return prefill(instances, ALLTOALL, 64_000, cluster=replace(A100S, hosts=8)).breakdown.attention_s
 
-    assert attention_s(5) == pytest.approx(7 / 32 * prefill(1, LOCAL, 64_000).breakdown.attention_s, rel=0.02)
+    assert attention_s(5) == pytest.approx(7 / 32 * prefill(1, LOCAL, 64_000).breakdown.attention_s, rel=0.03)
     assert attention_s(64) == attention_s(32) < attention_s(16)
 
 
@@ -194,9 +194,9 @@ def test_each_member_s_queries_of_a_prompt_read_all_keys_that_are_held() -> None
     model = model_on(instances=4)
 
     def attended_s(decode: bool) -> float:
-        share = Share(queries=1, pairs=100_000, scores=100_000, held=100_000)
+        share = Share(queries=1, pairs=1_000_000, scores=1_000_000, held=1_000_000)
         channel = Channel(
-            exchange=RING_Q, group=(0, 1, 2, 3), shares=Shares.of([share] * 4), keys=400_000, decode=decode
+            exchange=RING_Q, group=(0, 1, 2, 3), shares=Shares.of([share] * 4), keys=4_000_000, decode=decode
         )
         return channel_time(model.layer, model.topology, channel).attention_s
 

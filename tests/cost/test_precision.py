@@ -69,7 +69,7 @@ def test_keys_and_values_in_fp8_halve_the_blocks_and_the_reads() -> None:
     lines = (rooflines(model, devices, Cluster.of("1"))[0] for model in (wide, narrow))
     of_wide, of_narrow = (estimate_decode(line, 1, LOCAL, 131_072, 4) for line in lines)
     assert of_narrow.memory.kv == of_wide.memory.kv / 2
-    assert of_narrow.breakdown.attention_s == pytest.approx(of_wide.breakdown.attention_s / 2, rel=0.05)
+    assert of_wide.breakdown.attention_s / 2 < of_narrow.breakdown.attention_s < 0.7 * of_wide.breakdown.attention_s
     assert of_narrow.breakdown.linear_s == of_wide.breakdown.linear_s
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from longspan.cost.links import Link, link_of
-from longspan.cost.precision import BYTES, Format, Products, products_of
+from longspan.cost.precision import BYTES, Format, Precision, Products, products_of
 from longspan.errors import ParameterError
 
 Kernels = Literal["flash", "eager"]
@@ -69,7 +69,7 @@ class Attention:
     """One way to compute attention, with the overheads of its code.
 
     Attributes:
-        attention: the fraction of the peak that fused attention reaches.
+        attention: factor of the speed of fused products, 1 for the kernels of attention.toml.
         merge_bytes: memory traffic per output element when a partial output is merged.
         hop_us: microseconds of a ring hop without computation and transfer: launches, and waits of members.
         layer_us: the host's time to launch all operators of a layer.
@@ -96,6 +96,37 @@ class Attention:
     kv_copies: float
     rendezvous: bool
     unfused: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashConstants:
+    """Constants of fused attention of one generation and precision, see `flash.py`.
+
+    Attributes:
+        start_us: microseconds of the smallest call.
+        head_dims: the head sizes of `compute` and `memory`.
+        compute: the part of the peak that long prompts reach up to 16,384 tokens.
+        far: factor of that for pairs further apart.
+        ragged: waves of tiles that are idle in a new prompt.
+        row_keys: keys that a query row costs in addition to those it sees.
+        stores: passes over new keys and values, in 16 bits, that their way into the cache costs.
+        memory: the part of the memory's speed at which keys and values are read.
+        few: clocks of a unit per byte that are added if one sequence and KV head is read alone.
+        sequence_us: microseconds of a unit per sequence and KV head.
+        split_us: microseconds to split one long sequence over the device, and to merge.
+    """
+
+    start_us: float
+    head_dims: tuple[float, ...]
+    compute: tuple[float, ...]
+    far: float
+    ragged: float
+    row_keys: float
+    stores: float
+    memory: tuple[float, ...]
+    few: float
+    sequence_us: float
+    split_us: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +324,15 @@ def efficiency() -> Efficiency:
         attention={"flash": Attention(**table["flash"]), "eager": Attention(**table["eager"])},
         products=_products(),
     )
+
+
+@cache
+def flash_constants(device: Device, precision: Precision) -> FlashConstants:
+    """Return the constants of fused attention. Keys in 8 bits have their own where such kernels were measured."""
+    table = _table("attention")
+    formats = table.get(device.name) or table.get(device.generation) or table[device.measured_generation]
+    narrow = precision.kv_bytes <= 1 and "fp8" in formats
+    return msgspec.convert(formats["fp8" if narrow else "bfloat16"], FlashConstants)
 
 
 def _products() -> dict[str, dict[Format, LinearCurve]]:

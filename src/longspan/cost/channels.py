@@ -134,20 +134,21 @@ def cached_in_chain(channel: Channel) -> float:
     return max(0.0, channel.shares.held[0] - channel.shares.queries[0])
 
 
-def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1) -> float:
+def attention_s(
+    layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1, decode: bool = False
+) -> float:
     """Return the seconds of a member's attention over `keys` in `pieces` parts, with 1/`head_parts` of the heads."""
+    if not share.pairs:
+        return 0.0
     heads, kv_heads = layer.heads, layer.kv_heads
     if head_parts > 1:
         heads, kv_heads = math.ceil(heads / head_parts), math.ceil(kv_heads / head_parts)
     if layer.attention.unfused:
         return layer.scores_s(scores=share.scores, keys=keys, heads=heads, kv_heads=kv_heads)
-    return pieces * layer.attended_s(
-        queries=share.queries,
-        pairs=share.pairs / pieces,
-        keys=keys / pieces,
-        heads=heads,
-        kv_heads=kv_heads,
-    )
+    sequences = share.queries if decode else 1
+    call = share.queries, share.pairs / pieces, keys / pieces, heads, kv_heads, sequences
+    own_s = layer.attended_s(*call) + layer.flash.store_s(share.queries, kv_heads)
+    return own_s if pieces == 1 else own_s + (pieces - 1) * layer.attended_s(*call, received=True)
 
 
 def copies_s(layer: Layer, keys: float) -> float:
@@ -191,7 +192,8 @@ def cost_of(exchange: Exchange) -> ExchangeCost:
 def channel_time(layer: Layer, topology: Topology, channel: Channel, cost: ExchangeCost | None = None) -> ChannelTime:
     """Predict one layer of a channel that is not skewed or sparse, by the registered cost unless one is given."""
     if len(channel.group) == 1:
-        return ChannelTime(attention_s=attention_s(layer, channel.shares.of_member(0), keys=channel.keys))
+        alone = channel.shares.of_member(0)
+        return ChannelTime(attention_s=attention_s(layer, alone, keys=channel.keys, decode=channel.decode))
     time = (cost or cost_of(channel.exchange)).time
     assert time is not None, f"a group of {len(channel.group)} with exchange {channel.exchange}"
     return time(layer, topology, channel)
@@ -206,7 +208,7 @@ def _ring_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     """Keys and values are sent hop by hop, while the previous ones are used. The last are not sent on."""
     members = len(channel.group)
     busiest = channel.shares.busiest
-    attended_s = attention_s(layer, busiest, keys=channel.keys, pieces=members)
+    attended_s = attention_s(layer, busiest, keys=channel.keys, pieces=members, decode=channel.decode)
     sent_s = topology.hop_s(max(channel.shares.held) * layer.kv_bytes, channel.group)
     return ChannelTime(
         attention_s=attended_s,
@@ -244,7 +246,7 @@ def asked_s(layer: Layer, channel: Channel, asking: int) -> float:
         held=largest,
     )
     keys = part * channel.keys * (1 if channel.decode else asking)
-    return attention_s(layer, asked, keys=keys, pieces=asking)
+    return attention_s(layer, asked, keys=keys, pieces=asking, decode=channel.decode)
 
 
 @lru_cache(maxsize=2**14)
@@ -271,7 +273,7 @@ def _queries_s(
 def _gather_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     """Every member waits for all keys and values."""
     return ChannelTime(
-        attention_s=attention_s(layer, channel.shares.busiest, keys=channel.keys),
+        attention_s=attention_s(layer, channel.shares.busiest, keys=channel.keys, decode=channel.decode),
         exposed_s=topology.gather_s(max(channel.shares.held) * layer.kv_bytes, channel.group),
         overhead_s=copies_s(layer, channel.keys),
     )
@@ -299,7 +301,7 @@ def by_heads_s(layer: Layer, channel: Channel) -> float:
     """Return the seconds of attention when each member attends all tokens with its part of the heads."""
     shares = channel.shares
     every = Share(queries=sum(shares.queries), pairs=sum(shares.pairs), scores=sum(shares.scores), held=channel.keys)
-    return attention_s(layer, every, keys=channel.keys, head_parts=len(channel.group))
+    return attention_s(layer, every, keys=channel.keys, head_parts=len(channel.group), decode=channel.decode)
 
 
 def _ring_kv_bytes(layer: Layer, channel: Channel) -> float:

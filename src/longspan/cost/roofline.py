@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Attention, Device, Efficiency, LinearCurve
+from longspan.cost.flash import FlashCurve, flash_curve
 from longspan.cost.layer_kinds import Experts, Latent
 from longspan.cost.precision import BYTES, FORMATS, Format, Precision
 
 Number = TypeVar("Number", float, NDArray[np.float64])
 
 _TILE = 128 * 128
-_ROWS = 128
 
 
 @lru_cache(maxsize=65536)
@@ -274,52 +274,49 @@ class Layer:
     def start_s(self) -> float:
         return self.efficiency.stream.start_us * 1e-6
 
-    def attended_s(self, *, queries: float, pairs: float, keys: float, heads: float, kv_heads: float) -> float:
-        """Return the seconds of fused attention, by the quicker form of latent attention if the model has it."""
-        if (latent := self.model.attention.latent) is None:
-            return self.attention_s(queries=queries, pairs=pairs, keys=keys, heads=heads, kv_heads=kv_heads)
-        if not pairs:
-            return 0.0
-        # Queries in the space of the latent: more operations, but each key is read once for all heads.
-        products = 2 * pairs * heads * (latent.stored_dim + latent.rank)
-        compute_s = products / (self._peak * self.attention.attention)
-        latent_s = 2 * self.start_s + max(compute_s, self._read_s(keys, 1))
-        # Keys and values of each head: earlier keys are derived from the latent again.
-        head_dim = (latent.key_dim + latent.value_dim) / 2
-        heads_s = self._expanded_s(max(0.0, keys - queries), latent) + self.attention_s(
-            queries=queries, pairs=pairs, keys=keys, heads=heads, kv_heads=heads, head_dim=head_dim
-        )
-        return min(latent_s, heads_s)
+    @cached_property
+    def flash(self) -> FlashCurve:
+        """Fused attention over the stored keys and values, or over latents with queries in their space."""
+        shape = self.model.attention
+        dims = 2 * shape.head_dim if shape.latent is None else shape.latent.stored_dim + shape.latent.rank
+        return self._flash(dims, shape.kv_bytes / shape.num_kv_heads)
 
-    def attention_s(
+    @cached_property
+    def _expanded(self) -> FlashCurve:
+        """Fused attention over keys and values of each head that are derived from latents."""
+        latent = self.model.attention.latent
+        assert latent is not None
+        dims = latent.key_dim + latent.value_dim
+        return self._flash(dims, dims * self.model.attention.bytes_per_element)
+
+    def _flash(self, dims: float, key_bytes: float) -> FlashCurve:
+        """Return the curve for keys and values that have `dims` elements together."""
+        return flash_curve(self.device, self.precision, dims, key_bytes, self.attention.attention)
+
+    def attended_s(
         self,
-        *,
         queries: float,
         pairs: float,
         keys: float,
         heads: float,
         kv_heads: float,
-        head_dim: float | None = None,
+        sequences: float = 1,
+        *,
+        received: bool = False,
     ) -> float:
-        """Return the seconds of fused attention over keys and values of heads.
+        """Return the seconds of fused attention, by the quicker form of latent attention if the model has it.
 
-        Args:
-            queries: number of rows. Rows times heads fill the device.
-            pairs: pairs of a query and a visible key.
-            keys: number of keys read per KV head.
-            head_dim: the mean of the elements of a key and a value. The model's own if None.
+        See `FlashCurve.seconds` for the arguments.
         """
         if not pairs:
             return 0.0
-        head_dim = head_dim or self.model.attention.head_dim
-        memory_s = self._read_s(keys, kv_heads, head_dim)
-        # Few queries are packed by KV head. Long keys are split over the device, and merged by a second operator.
-        if queries * heads < _ROWS * kv_heads:
-            return 2 * self.start_s + memory_s
-        waves = max(queries, 1) * heads / (_ROWS * self.device.units)
-        filled = waves / (waves + self.efficiency.linear.half_wave)
-        compute_s = 4 * pairs * heads * head_dim / (self._peak * self.attention.attention * filled)
-        return 2 * self.start_s + max(compute_s, memory_s)
+        if (latent := self.model.attention.latent) is None:
+            return self.flash.seconds(queries, pairs, keys, heads, kv_heads, sequences, received=received)
+        # Queries in the space of the latent: more operations, but each key is read once for all heads.
+        latent_s = self.flash.seconds(queries, pairs, keys, heads, 1, sequences, received=received)
+        # Keys and values of each head: earlier keys are derived from the latent again.
+        heads_s = self._expanded.seconds(queries, pairs, keys, heads, heads, sequences, received=received)
+        return min(latent_s, self._expanded_s(max(0.0, keys - queries), latent) + heads_s)
 
     def scores_s(self, *, scores: float, keys: float, heads: float, kv_heads: float) -> float:
         """Return the seconds of unfused attention over `scores` per head, including masked, and `keys` per KV head."""
@@ -329,12 +326,9 @@ class Layer:
         products = 4 * scores * heads * self.model.attention.head_dim
         return traffic_s + products / (self._peak * self.efficiency.linear.compute) + self._read_s(keys, kv_heads)
 
-    def _read_s(self, keys: float, kv_heads: float, head_dim: float | None = None) -> float:
+    def _read_s(self, keys: float, kv_heads: float) -> float:
         shape = self.model.attention
-        head_bytes = shape.kv_bytes / shape.num_kv_heads
-        if head_dim is not None:
-            head_bytes = 2 * head_dim * shape.bytes_per_kv_element
-        num_bytes = keys * kv_heads * head_bytes
+        num_bytes = keys * kv_heads * shape.kv_bytes / shape.num_kv_heads
         return num_bytes / (self.device.bytes_per_s * self.efficiency.linear.memory)
 
     @cached_property
