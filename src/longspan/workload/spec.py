@@ -107,12 +107,14 @@ class WorkloadSpec:
         loops = [name for name in ("concurrency", "batch_size") if getattr(self, name) is not None]
         for loop, other in itertools.product(loops, ("rate", "offline", "burstiness", "batch_size")):
             if loop != other and (value := getattr(self, other)) not in (None, False):
-                problem = f"{value} excludes `{loop}`, where requests start when others end: leave one of them out"
+                problem = (
+                    f"{value} excludes `{loop}`, where requests start when earlier requests end: leave one of them out"
+                )
                 raise ParameterError(other, problem, value)
 
     @property
     def is_closed_loop(self) -> bool:
-        """True if requests start when others end. A workload then ignores the times of a trace."""
+        """True if requests start when earlier requests end. A workload then ignores the times of a trace."""
         return self.concurrency is not None or self.batch_size is not None
 
     @property
