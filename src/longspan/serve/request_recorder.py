@@ -127,7 +127,7 @@ class RequestRecorder:
         layout = self._layout | {"parallel": parallel, "policy": policy.name, "policy_options": given}
         if layout != self._layout:
             self._layout = layout
-            self._items.put(json.dumps({HEADER: {"start_s": self._start_s, **layout}}))
+            self._items.put(json.dumps({HEADER: {"start_s": self._start_s, **layout}}, default=str))
 
     def close(self) -> None:
         """Write the last lines. Return after a few seconds even if the disk hangs."""
