@@ -58,9 +58,7 @@ class WorkloadSpec:
     turns: Annotated[int, _workload("Requests of each conversation. Each follows the answer before.")] = 1
     concurrency: Annotated[
         int | None,
-        _workload(
-            "Instead of a rate: this many clients, each with one request or conversation at a time.", metavar="N"
-        ),
+        _workload("Instead of a rate: this many clients, each with one request or conversation at a time."),
     ] = None
     batch_size: Annotated[
         int | None,
