@@ -51,6 +51,7 @@ VALUES: dict[str, str | list[str]] = {
     "tool_call_parser": "mistral",
     "reasoning_parser": "qwen3",
     "chat_template": __file__,  # any text
+    "record": "requests.jsonl.gz",
     "otlp_traces_endpoint": "http://localhost:4317",
     "seed": "5",
     "parallel": "2",
