@@ -17,6 +17,7 @@ MODULES = (
     "longspan.cost.step_cost",
     "longspan.policy",
     "longspan.sim",
+    "longspan.planner.values",
     "longspan.attn",
     "longspan.cli.app",
     *(f"longspan.cli.{verb}" for verb in ("generate", "ask", "chat", "serve", "batch", "profile", "eval", "tune")),
