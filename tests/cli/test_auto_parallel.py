@@ -23,7 +23,7 @@ from longspan.args import EngineArgs
 from longspan.core.sampling import SamplingParams
 from longspan.core.splits import ParallelSpec
 from longspan.errors import ParameterError
-from longspan.planning import (
+from longspan.machine import (
     DEFAULT_OUTPUT_TOKENS,
     Candidate,
     Outcome,

@@ -15,7 +15,7 @@ from longspan.cli.outputs import note
 
 if TYPE_CHECKING:
     from longspan.cli.batch import BatchLine
-    from longspan.planning import Machine, Outcome
+    from longspan.machine import Machine, Outcome
     from longspan.workload.arrivals import Arrival
 
 _MAX_SIMULATED = 64
@@ -28,7 +28,7 @@ def with_best_parallel(model: str, engine: EngineArgs, lines: Iterable[BatchLine
     Raises:
         ValueError: the options exclude a search, no profile was measured, or no candidate can run.
     """
-    from longspan.planning import Machine, best, sample_indices  # noqa: PLC0415 - loads torch
+    from longspan.machine import Machine, best, sample_indices  # noqa: PLC0415 - loads torch
 
     machine = Machine.of(replace(engine, model=model))
     sampled = set(sample_indices(num_lines, _MAX_SIMULATED))
@@ -45,7 +45,7 @@ def with_best_parallel(model: str, engine: EngineArgs, lines: Iterable[BatchLine
 
 def _arrivals(machine: Machine, lines: Iterable[BatchLine]) -> list[Arrival]:
     """Tokenize requests as the run will. Omit requests that cannot be served."""
-    from longspan.planning import arrivals_of  # noqa: PLC0415
+    from longspan.machine import arrivals_of  # noqa: PLC0415
     from longspan.serve.convert import ServedModel  # noqa: PLC0415 - loads transformers
     from longspan.serve.errors import WireError  # noqa: PLC0415
     from longspan.serve.responses import engine_requests_of  # noqa: PLC0415
@@ -69,7 +69,7 @@ def _arrivals(machine: Machine, lines: Iterable[BatchLine]) -> list[Arrival]:
 
 def _print(machine: Machine, outcomes: list[Outcome], winner: Outcome, *, num_requests: int) -> None:
     """Print the table of all candidates, fastest first, the omitted candidates, and the choice."""
-    from longspan.planning import explanation  # noqa: PLC0415
+    from longspan.machine import explanation  # noqa: PLC0415
 
     table = Table("parallel", "requests/s", "ratio", "why", title_justify="left")
     for column in table.columns[1:3]:

@@ -54,6 +54,12 @@ def make_workload(spec: WorkloadSpec) -> Workload:
     return Workload(arrivals=as_conversations(arrivals, turns=spec.turns, think_s=think_s), shares=shares)
 
 
+def is_drawn(spec: WorkloadSpec) -> bool:
+    """Return whether requests are drawn at random, so that another seed gives other requests."""
+    path = Path(spec.workload)
+    return spec.workload in _NAMED or (path.suffix == ".json" and not _is_recorded(_read_json(path)))
+
+
 def _requests(spec: WorkloadSpec) -> list[RequestSpec]:
     """Return the requests of a workload. Only requests of a trace may have times."""
     if spec.workload in _NAMED:

@@ -1,0 +1,102 @@
+"""Samples of a workload by seed, and the numbers of a simulated sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from longspan.planner.candidates import Candidate
+from longspan.sim.run import Result, percentile
+from longspan.sim.spec import ServiceLevel
+from longspan.workload.arrivals import Arrival, Workload
+
+_WARM_UP = 0.2
+"""Share of the requests of a sample that fill the instances first, and are not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A simulation to run: a candidate with a sample of the workload.
+
+    Attributes:
+        rate: requests per second. None is the workload's own rate.
+    """
+
+    candidate: Candidate
+    seed: int
+    num_requests: int
+    rate: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The numbers of a simulated sample. All are 0 or None if there is a `problem`."""
+
+    attainment: float = 0.0
+    goodput_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    ttft_p99_s: float | None = None
+    tbt_p99_s: float | None = None
+    num_requests: int = 0
+    problem: str | None = None
+
+
+def window(workload: Workload, seed: int, num: int, rate: float) -> Workload:
+    """Return `num` consecutive requests of a trace at a rate. Seeds begin at different requests.
+
+    The trace repeats after its end. A window begins with the first turn of a conversation.
+    """
+    arrivals = workload.arrivals
+    start = round(len(arrivals) * (seed * 0.618034 % 1)) % len(arrivals)
+    while arrivals[start].follows is not None:
+        start -= 1
+    period_s = max(a.due_s for a in arrivals if a.follows is None) * (1 + 1 / len(arrivals))
+    chosen: list[Arrival] = []
+    for index in range(start, start + num):
+        lap, place = divmod(index, len(arrivals))
+        arrival = arrivals[place]
+        if arrival.follows is None:
+            arrival = replace(arrival, due_s=arrival.due_s + lap * period_s - arrivals[start].due_s)
+        else:
+            arrival = replace(arrival, follows=arrival.follows + lap * len(arrivals) - start)
+        chosen.append(arrival)
+    return replace(workload, arrivals=chosen).at_rate(rate)
+
+
+def outcome_of(
+    result: Result, workload: Workload, level: ServiceLevel, rate: float
+) -> Outcome:
+    """Return the numbers of a run at a rate, without its first requests.
+
+    Requests that all arrive at the start have no steady state, and all are counted.
+    """
+    offline = math.isinf(rate)
+    first = 0 if offline else int(_WARM_UP * len(workload.arrivals))
+    counted = replace(
+        result,
+        served=tuple(request for request in result.served if request.index >= first),
+        refused={index: reason for index, reason in result.refused.items() if index >= first},
+    )
+    num = len(counted.served) + len(counted.refused)
+    attainment = counted.attainment(level)
+    begun_s = min((request.arrival_s for request in counted.served), default=0.0)
+    if offline:
+        arrivals_per_s = num / result.makespan_s if result.makespan_s else 0.0
+    elif workload.arrivals[-1].follows is None:
+        arrivals_per_s = rate
+    else:  # later turns wait for answers
+        last_s = max((request.arrival_s for request in counted.served), default=0.0)
+        arrivals_per_s = num / (last_s - begun_s) if last_s > begun_s else 0.0
+    return Outcome(
+        attainment=attainment,
+        goodput_per_s=attainment * arrivals_per_s,
+        tokens_per_s=result.num_tokens / result.makespan_s if result.makespan_s else 0.0,
+        ttft_p99_s=percentile(counted.ttfts_s, 99),
+        tbt_p99_s=percentile(counted.tbts_s, 99),
+        num_requests=len(workload.arrivals),
+    )
+
+
+Simulate = Callable[[list[Work]], dict[Work, Outcome]]
+"""Runs simulations, in any order."""
