@@ -195,7 +195,6 @@ def _run(
     numbers: Numbers = {**result.summary(level)}
     if workload.offline:
         numbers |= {
-            "throughput_requests_per_s": len(result.served) / result.makespan_s if result.makespan_s else None,
             "num_transitions": len(result.transitions),
             "phase_s": dict(result.phase_s),
         }
@@ -287,6 +286,10 @@ def _check_results(results: ResultOptions, workload: WorkloadSpec, level: Servic
         raise ValueError(
             "--offline and --rate inf let all requests arrive at once, but --find-max-rate varies the time between "
             "them: give a number"
+        )
+    if results.find_max_rate and workload.is_closed_loop:
+        raise ValueError(
+            "--find-max-rate varies the times of requests, which --concurrency and --batch-size ignore: leave one out"
         )
     for flag, path in (("--report", results.report), ("--trace", results.trace)):
         if path is not None:
