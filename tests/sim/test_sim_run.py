@@ -299,7 +299,7 @@ def test_a_request_beyond_capacity_is_refused_with_its_later_turns() -> None:
         think_s=0.0,
     )
     result = run(asked, num_blocks=64, max_model_len=1024)
-    assert sorted(result.refused) == [2, 3] and "2000 tokens" in result.refused[2]
+    assert sorted(result.refused) == [2, 3] and "2000 tokens" in result.refused[2].reason
     assert [one.index for one in result.served] == [0, 1, 4, 5]
 
 

@@ -8,7 +8,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -22,7 +22,7 @@ from longspan.core.sampling import SamplingParams
 from longspan.core.transitions import Transition, phase_seconds
 from longspan.cost.step_cost import StepCost
 from longspan.sim.executor import MoveTiming, SimExecutor, StepTiming, VirtualClock
-from longspan.sim.spec import Faults, ServiceLevel
+from longspan.sim.spec import DEFAULT_CLASS, Faults, ServiceLevel
 from longspan.workload.arrivals import Arrival, Clients, ClosedLoop, TokenText
 
 _VOCAB_SIZE = 2**15
@@ -60,6 +60,7 @@ class Served:
         ttft_s: from its arrival to its first token.
         tbt_s: between its tokens, `[num_output_tokens - 1]`.
         num_missing_tokens: requested output tokens that were not generated. 0 unless the maximum length was reached.
+        slo_class: the class that the arrival names, if any.
     """
 
     index: int
@@ -71,6 +72,7 @@ class Served:
     num_output_tokens: int
     num_cached_tokens: int
     num_missing_tokens: int
+    slo_class: str = ""
 
     @property
     def e2e_s(self) -> float:
@@ -82,13 +84,22 @@ class Served:
         return sum(self.tbt_s) / len(self.tbt_s) if self.tbt_s else 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """A refused request. A later turn of a conversation counts its own tokens only."""
+
+    reason: str
+    num_prompt_tokens: int
+    slo_class: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """The result of a simulation, with all served and refused requests.
 
     Attributes:
         served: ordered by arrival index.
-        refused: reasons, by arrival index.
+        refused: by arrival index.
         makespan_s: from the start to the last token.
         busy_s: seconds per instance in which it had a step to run.
         max_queue: maximum number of waiting requests after planning.
@@ -99,7 +110,7 @@ class Result:
     """
 
     served: tuple[Served, ...]
-    refused: Mapping[int, str]
+    refused: Mapping[int, Refused]
     makespan_s: float
     busy_s: tuple[float, ...]
     max_queue: int
@@ -135,8 +146,27 @@ class Result:
         return tuple(request for request in self.served if request.num_missing_tokens)
 
     def num_good(self, level: ServiceLevel) -> int:
-        """Count the requests that met a service level."""
-        return sum(level.met_by(ttft_s=request.ttft_s, mean_tbt_s=request.mean_tbt_s) for request in self.served)
+        """Count the requests that met the bounds of their class."""
+        return sum(
+            level.of(request.slo_class, request.num_prompt_tokens).met_by(
+                ttft_s=request.ttft_s, mean_tbt_s=request.mean_tbt_s
+            )
+            for request in self.served
+        )
+
+    def by_class(self, level: ServiceLevel) -> dict[str, Result]:
+        """Return the requests of each class of a service level, with the makespan of the whole run."""
+        served, refused = defaultdict[str, list[Served]](list), defaultdict[str, dict[int, Refused]](dict)
+        for request in self.served:
+            served[level.of(request.slo_class, request.num_prompt_tokens).name].append(request)
+        for index, other in self.refused.items():
+            refused[level.of(other.slo_class, other.num_prompt_tokens).name][index] = other
+        names = [*(slo_class.name for slo_class in level.classes), DEFAULT_CLASS]
+        return {
+            name: replace(self, served=tuple(served[name]), refused=refused[name])
+            for name in names
+            if name in served or name in refused
+        }
 
     def attainment(self, level: ServiceLevel) -> float:
         """Return the fraction of all requests, including refused requests, that met a service level."""
@@ -248,7 +278,7 @@ class _Simulation:
         self._clock = VirtualClock()
         self._engine = Engine(policy=policy, executor=self._executor(0.0), clock=self._clock, config=config)
         self._served: list[Served] = []
-        self._refused: dict[int, str] = {}
+        self._refused: dict[int, Refused] = {}
         self._indices: dict[int, int] = {}
         self._num_pending = len(arrivals)
         self._histories: dict[int, tuple[Sequence[int], ...]] = {}  # by later turn: the previous prompt and answer
@@ -326,7 +356,7 @@ class _Simulation:
         try:
             request = self._engine.add(prompt, _params(arrival.output_len), cache_salt=arrival.cache_salt)
         except ValueError as error:
-            self._refuse(index, str(error))
+            self._refuse(index, str(error), len(prompt))
             self._end_conversation(self._clock.now())
             return
         self._num_pending -= 1
@@ -334,12 +364,13 @@ class _Simulation:
         if self._watch.admitted is not None:
             self._watch.admitted(request.id, index)
 
-    def _refuse(self, index: int, reason: str) -> None:
+    def _refuse(self, index: int, reason: str, num_tokens: int) -> None:
         """Refuse a request, and all later turns of its conversation."""
-        self._refused[index] = reason
+        slo_class = self._arrivals[index].slo_class
+        self._refused[index] = Refused(reason=reason, num_prompt_tokens=num_tokens, slo_class=slo_class)
         self._num_pending -= 1
         for next_turn in self._next_turns.pop(index, ()):
-            self._refuse(next_turn, reason)
+            self._refuse(next_turn, reason, len(self._arrivals[next_turn].prompt))
 
     def _finish(self, request: Request) -> None:
         index, metrics = self._indices.pop(request.id), request.metrics
@@ -354,6 +385,7 @@ class _Simulation:
             num_output_tokens=len(request.output),
             num_cached_tokens=metrics.num_cached_tokens,
             num_missing_tokens=self._arrivals[index].output_len - len(request.output),
+            slo_class=self._arrivals[index].slo_class,
         )
         self._served.append(served)
         turns = self._next_turns.pop(index, ())

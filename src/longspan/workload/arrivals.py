@@ -25,6 +25,7 @@ class Arrival:
         output_len: number of output tokens.
         follows: the lower index of the previous turn among all arrivals. None for a first turn.
         cache_salt: only requests with the same salt share KV.
+        slo_class: the name of its class of service level, if it has one.
     """
 
     due_s: float
@@ -32,6 +33,7 @@ class Arrival:
     output_len: int
     follows: int | None = None
     cache_salt: str = ""
+    slo_class: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

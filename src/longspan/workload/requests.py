@@ -46,6 +46,7 @@ def make_workload(spec: WorkloadSpec) -> Workload:
                 block_len=BLOCK_LEN,
             ),
             output_len=request.output_len,
+            slo_class=request.slo_class,
         )
         for index, request in enumerate(requests)
     ]
