@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -40,6 +43,8 @@ _log = logging.getLogger("longspan")
 _MODULE = "longspan.plan_runs"
 _PACKAGES = ("core", "cost", "planner", "policy", "sim", "workload")
 """The packages that determine the result of a simulation."""
+_BATCHES_PER_PROCESS = 4
+"""Batches of each process, from which on all seeds of a candidate are one batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +82,21 @@ def run(setup: Setup, work: Work) -> Outcome:
     rate = work.rate or base_rate(setup.workload)
     sample = sample_of(setup.workload, work.seed, work.num_requests, rate)
     try:
-        result = _experiment(setup, work.candidate).run(sample)
+        result = experiment_of(setup, work.candidate).run(sample)
     except ValueError as error:
         return Outcome(problem=str(error))
     return outcome_of(result, sample, setup.level, rate)
 
 
 @lru_cache(maxsize=8)
-def _experiment(setup: Setup, candidate: Candidate) -> Experiment:
+def experiment_of(setup: Setup, candidate: Candidate, num_gpu_blocks_override: int | None = None) -> Experiment:
+    """Build the experiment of a candidate. Raise ValueError if it cannot run."""
     scheduling = SchedulingArgs(
         policy=candidate.policy,
         policy_options=dict(candidate.policy_options),
         max_num_batched_tokens=candidate.max_num_batched_tokens,
         host_kv_gib=candidate.host_kv_gib,
+        num_gpu_blocks_override=num_gpu_blocks_override,
     )
     return make_experiment(setup.model, setup.cluster(candidate), scheduling)
 
@@ -99,6 +106,8 @@ def _experiment(setup: Setup, candidate: Candidate) -> Experiment:
 
 def base_rate(spec: WorkloadSpec) -> float:
     """Return the requests per second of a workload. Infinite if all arrive at the start."""
+    if spec.is_closed_loop:
+        return math.inf
     if spec.requests_per_s is not None:
         return spec.requests_per_s
     arrivals = whole(spec).arrivals
@@ -117,104 +126,109 @@ def sample_of(spec: WorkloadSpec, seed: int, num: int, rate: float) -> Workload:
     """Return `num` requests at a rate: drawn by the seed, or a part of the trace that depends on the seed."""
     num = max(spec.turns, num // spec.turns * spec.turns)
     if is_drawn(spec):
-        offline = math.isinf(rate)
-        drawn = replace(
-            spec, seed=spec.seed + seed, num_requests=num, rate=None if offline else rate, offline=offline
-        )
+        drawn = replace(spec, seed=spec.seed + seed, num_requests=num)
+        if not spec.is_closed_loop:
+            offline = math.isinf(rate)
+            drawn = replace(drawn, rate=None if offline else rate, offline=offline)
         return make_workload(drawn)
     return window(whole(spec), seed, num, rate)
 
 
 # ---------------------------------------------------------------- processes
 
+Batch = tuple[Work, ...]
+Ended = tuple[Batch, tuple[Outcome, ...]]
 
-@dataclass(frozen=True, kw_only=True)
+
 class Runner:
-    """Runs simulations, and stores each outcome in a file from which it is read again.
+    """Runs simulations, in this process or in several, and stores each outcome in a file from which it is read again.
 
-    Attributes:
+    Args:
         num_processes: with 1, simulations run in this process.
-        finished: gets the number of requests of each simulation when it has ended.
+        progress: gets the numbers of finished simulations, and of all simulations that are known so far.
+        store: None stores nothing.
     """
 
-    setup: Setup
-    num_processes: int
-    finished: Callable[[int], object]
-    store: Path | None
+    def __init__(
+        self, setup: Setup, num_processes: int, progress: Callable[[int, int], object], store: Path | None
+    ) -> None:
+        self._setup, self._num_processes, self._progress, self._store = setup, num_processes, progress, store
+        self._num_ended = 0
+        self.num_requests = 0
+        """Requests of all simulations, including those that were stored."""
+        self._counted: set[Work] = set()
+        self._known = _stored(store)
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._pending: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Ended | WorkerLostError] = queue.SimpleQueue()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children:
+            self._pending.put(None)
+            child.kill()
+            child.wait()
 
     def __call__(self, work: Sequence[Work]) -> dict[Work, Outcome]:
-        """Run simulations in any order, the longest first."""
-        stored = _stored(self.store)
-        outcomes = {one: stored[one] for one in work if one in stored}
-        for one in outcomes:
-            self.finished(one.num_requests)
-        missing = sorted(dict.fromkeys(one for one in work if one not in outcomes), key=lambda one: -one.num_requests)
-        ran = self._in_children(missing) if self.num_processes > 1 and len(missing) > 1 else self._here(missing)
-        for one, outcome in ran:
-            outcomes[one] = outcome
-            _append(self.store, one, outcome)
-            self.finished(one.num_requests)
+        """Run simulations in any order."""
+        outcomes = {one: self._known[one] for one in work if one in self._known}
+        missing = list(dict.fromkeys(one for one in work if one not in outcomes))
+        self.num_requests += sum(one.num_requests for one in {*work} - self._counted)
+        self._counted.update(work)
+        self._num_ended = len(self._counted) - len(missing)
+        self._progress(self._num_ended, len(self._counted))
+        for batch, ended in self._in_children(missing) if self._num_processes > 1 else self._here(missing):
+            for one, outcome in zip(batch, ended, strict=True):
+                outcomes[one] = self._known[one] = outcome
+                _append(self._store, one, outcome)
+                self._num_ended += 1
+                self._progress(self._num_ended, len(self._counted))
         return outcomes
 
-    def _here(self, work: Sequence[Work]) -> Iterator[tuple[Work, Outcome]]:
-        return ((one, run(self.setup, one)) for one in work)
+    def _here(self, work: Sequence[Work]) -> Iterator[Ended]:
+        return (((one,), (run(self._setup, one),)) for one in work)
 
-    def _in_children(self, work: Sequence[Work]) -> Iterator[tuple[Work, Outcome]]:
-        pending: queue.SimpleQueue[Work] = queue.SimpleQueue()
-        for one in work:
-            pending.put(one)
-        ended: queue.SimpleQueue[tuple[Work, Outcome] | WorkerLostError] = queue.SimpleQueue()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        children = [
-            start_child(_MODULE, stdout=subprocess.PIPE, env=environment)
-            for _ in range(min(self.num_processes, len(work)))
-        ]
+    def _in_children(self, work: Sequence[Work]) -> Iterator[Ended]:
+        """Give batches to the children. Many candidates are batches each, so that a child builds a cluster once."""
+        keys = [one.candidate for one in work]
+        is_many = len(set(keys)) >= _BATCHES_PER_PROCESS * self._num_processes
+        batches = [tuple(group) for _, group in groupby(work, attrgetter("candidate"))] if is_many else zip(work)
+        num = 0
+        for num, batch in enumerate(batches, start=1):  # noqa: B007 - counted
+            self._pending.put(tuple(batch))
+        while len(self._children) < min(self._num_processes, num):
+            rank = len(self._children)
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            child = start_child(_MODULE, stdout=subprocess.PIPE, env=environment)
+            self._children.append(child)
+            threading.Thread(target=self._serve, args=(rank, child), daemon=True).start()
+        for _ in range(num):
+            result = self._ended.get()
+            if isinstance(result, WorkerLostError):
+                raise result
+            yield result
+
+    def _serve(self, rank: int, child: subprocess.Popen[bytes]) -> None:
+        """Give pending batches to a child until it ends."""
+        assert child.stdin is not None and child.stdout is not None
         try:
-            for rank, child in enumerate(children):
-                threading.Thread(target=_serve, args=(self.setup, rank, child, pending, ended), daemon=True).start()
-            for _ in work:
-                result = ended.get()
-                if isinstance(result, WorkerLostError):
-                    raise result
-                yield result
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
-
-
-def _serve(
-    setup: Setup,
-    rank: int,
-    child: subprocess.Popen[bytes],
-    pending: queue.SimpleQueue[Work],
-    ended: queue.SimpleQueue[tuple[Work, Outcome] | WorkerLostError],
-) -> None:
-    """Give pending work to a child until there is none, or the child ends."""
-    assert child.stdin is not None and child.stdout is not None
-    try:
-        child.stdin.write(msgspec.json.encode(setup) + b"\n")
-        while True:
-            try:
-                work = pending.get_nowait()
-            except queue.Empty:
-                return
-            child.stdin.write(msgspec.json.encode(work) + b"\n")
-            child.stdin.flush()
-            line = child.stdout.readline()
-            if not line:
-                raise BrokenPipeError
-            ended.put((work, msgspec.json.decode(line, type=Outcome)))
-    except (OSError, ValueError):
-        ended.put(WorkerLostError(rank, how_ended(child.wait())))
+            child.stdin.write(msgspec.json.encode(self._setup) + b"\n")
+            while (batch := self._pending.get()) is not None:
+                child.stdin.write(msgspec.json.encode(batch) + b"\n")
+                child.stdin.flush()
+                self._ended.put((batch, msgspec.json.decode(child.stdout.readline(), type=tuple[Outcome, ...])))
+        except (OSError, ValueError):  # a closed pipe
+            self._ended.put(WorkerLostError(rank, how_ended(child.wait())))
 
 
 def _work() -> None:
-    """Run simulations from standard input until it closes."""
+    """Run batches of simulations from standard input until it closes."""
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
     for line in sys.stdin.buffer:
-        outcome = run(setup, msgspec.json.decode(line, type=Work))
-        sys.stdout.buffer.write(msgspec.json.encode(outcome) + b"\n")
+        outcomes = [run(setup, work) for work in msgspec.json.decode(line, type=Batch)]
+        sys.stdout.buffer.write(msgspec.json.encode(outcomes) + b"\n")
         sys.stdout.buffer.flush()
 
 
@@ -228,8 +242,6 @@ class _Line(msgspec.Struct):
 
 def store_of(setup: Setup) -> Path:
     """Return the file of outcomes. Its name depends on all inputs of simulations, and on the code that runs them."""
-    from longspan.simulation import read_architecture  # noqa: PLC0415
-
     inputs = hashlib.sha256(longspan.__version__.encode())
     root = Path(__file__).parent
     for package in _PACKAGES:
@@ -237,11 +249,15 @@ def store_of(setup: Setup) -> Path:
             if file.suffix in {".py", ".toml"}:
                 inputs.update(file.read_bytes())
     inputs.update(msgspec.json.encode(setup))
-    inputs.update(repr(read_architecture(setup.model, dtype=setup.devices.dtype)).encode())
-    for path in (setup.workload.workload, *(path for _, path in setup.profiles)):
+    for path in (*_configs(setup.model), setup.workload.workload, *(path for _, path in setup.profiles)):
         if Path(path).is_file():
             inputs.update(Path(path).read_bytes())
     return cache_root() / "plans" / f"{inputs.hexdigest()[:16]}.jsonl"
+
+
+def _configs(model: str) -> tuple[str, ...]:
+    """Return the files of a local model. Other models are known by their names."""
+    return (model, str(Path(model) / "config.json"))
 
 
 def _stored(path: Path | None) -> dict[Work, Outcome]:

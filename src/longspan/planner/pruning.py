@@ -99,7 +99,7 @@ class Forecast:
         load: the busiest role's demand, as a fraction of its capacity. 0 for requests that all arrive at the start.
         least_ttfts_s: unloaded times to first token of the sampled requests, at best.
         least_tbt_s: the time between tokens of a request alone.
-        ttft_s, tbt_s: the predicted mean times under load. `ttft_s` is infinite above capacity.
+        ttft_s, tbt_s: the predicted times of a slow request under load. `ttft_s` is infinite above capacity.
         refused: the share of requests that exceed the KV memory.
         tightness: the largest of the load and of the ratios of predicted times to their bounds. Lower is better.
     """
@@ -111,6 +111,11 @@ class Forecast:
     tbt_s: float
     refused: float
     tightness: float
+
+    @classmethod
+    def unknown(cls) -> Forecast:
+        """Return the forecast of measured instances, which are simulated without estimates."""
+        return cls(load=0, least_ttfts_s=(), least_tbt_s=0, ttft_s=0, tbt_s=0, refused=0, tightness=0)
 
 
 class Estimator:
@@ -161,8 +166,9 @@ class Estimator:
         load = max(prefill_load, decode_load)
         batch = max(1, min(_MAX_SEQS, round(decode_load * _MAX_SEQS / 2)))
         decode_s = last.decode_s(2 ** (batch.bit_length() - 1))
-        busy = 0.0 if candidate.decode is not None else min(1.0, prefill_load)
-        tbt_s = 1 / (busy / (first.step_s(step) + decode_s) + (1 - busy) / decode_s)
+        tbt_s = decode_s
+        if candidate.decode is None:
+            tbt_s = _interleaved_s(first.step_s(step), decode_s, first.occupied_s / (1 - min(load, 0.75)), demand.short_output)
         alone_s = [seconds for seconds, _ in first.prefills_s]
         shared = 1.0 if group == 1 else group * _SHARED_EFFICIENCY
         servers = num_prefill if group == 1 else 1
@@ -181,6 +187,12 @@ class Estimator:
             refused=demand.share_above(last_tokens * (1 if group == 1 else num_decode)),
             tightness=max(load, *(min(ratio, _OVERLOADED * load) if rate else ratio for ratio in ratios)),
         )
+
+
+def _interleaved_s(step_s: float, decode_s: float, queued_s: float, num_tokens: int) -> float:
+    """Return the mean time between `num_tokens` tokens of a request while prompts of `queued_s` are computed."""
+    num_steps = min(queued_s / step_s, num_tokens)
+    return decode_s + num_steps * step_s / num_tokens
 
 
 def _spread(instance: Instance) -> float:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
-from longspan.planner.candidates import Candidate
+from longspan.planner.candidates import STATIC, Candidate
 from longspan.planner.pruning import Forecast
 from longspan.planner.samples import Outcome, Simulate, Work
 from longspan.planner.values import Interval, Pruned
@@ -22,14 +22,17 @@ _SHARE = 3
 _ROUNDS = 3
 _LEAST_REQUESTS = 30
 """Requests of the smallest sample of a seed."""
-_PER_LEVEL = 6
-"""Families that are simulated first for a number of devices, by forecast."""
-_WAVE = 3
-"""Numbers of devices that are simulated at a time, ascending in cost."""
+_QUOTAS = {STATIC: 3, "auto": 3}
+"""Layouts of a policy that are simulated first for a number of devices, best forecast first. 1 of other policies."""
+_FIRST = 48
+"""Layouts that are simulated first in total, at least. With few numbers of devices, the quotas are larger."""
+_WAVE = 2
+"""Costs that are simulated at a time, to find the lowest that meets the level."""
 _EQUAL = 0.005
 """Goodputs within this fraction count as equal, and latencies decide."""
-_REFINED = 3
-"""Candidates whose other step budgets and host tiers are simulated."""
+_PRECISION = 1.05
+_INEFFICIENT = 1.1
+"""A cost is left out if its best forecast is worse than at a lower cost by this factor."""
 
 
 def interval(values: Sequence[float]) -> Interval:
@@ -127,14 +130,11 @@ class Search:
         """Simulate the candidates that may be the best."""
         sizes = sorted({max(_LEAST_REQUESTS, self.num_requests // _SHARE**power) for power in range(_ROUNDS)})
         sizes = [min(size, self.num_requests) for size in sizes]
-        survivors = self._first_round(forecasts, sizes[0])
-        for number, size in enumerate(sizes[1:], start=1):
-            if number == len(sizes) - 1:
-                survivors += self._refined(forecasts, survivors, sizes[-2])
-                survivors = self._survivors(self._sorted(survivors))
-            self._measure(survivors, size)
-            if number < len(sizes) - 1:
-                survivors = self._survivors(self._sorted(survivors))
+        measured = self._first_round(forecasts, sizes[0])
+        measured += self._neighbours(forecasts, self._survivors(self._sorted(measured)), sizes[0])
+        for size in sizes[1:]:
+            measured = self._survivors(self._sorted(measured))
+            self._measure(measured, size)
 
     def sorted(self) -> list[Scored]:
         """Return all simulated candidates, best first. A longer sample counts more than a shorter one."""
@@ -142,47 +142,59 @@ class Search:
 
     def unsimulated(self, forecasts: Mapping[Candidate, Forecast]) -> list[Pruned]:
         """Return the candidates that the search left out, with the number that decided."""
-        families = {candidate.family: scored for candidate, scored in self.scored.items()}
-        best = {}
-        for candidate in self.scored:
-            level = self.costs[candidate]
-            best[level] = min(best.get(level, math.inf), forecasts[candidate].tightness)
+        ordered = self.sorted()
+        families = {scored.candidate.family: scored for scored in reversed(ordered)}
+        best = {scored.cost: scored for scored in reversed(ordered)}
+        able = [scored for scored in ordered if scored.may_meet(self.attainment)]
+        decisive = min(able, key=lambda scored: scored.cost) if able else ordered[0]
         left_out = []
         for candidate, forecast in forecasts.items():
             if candidate in self.scored:
                 continue
-            cost = self.costs[candidate]
-            if candidate.family in families:
-                scored = families[candidate.family]
-                reason = f"{scored.candidate} has {scored.goodput_per_s:.3g} good requests/s, so it was not refined"
-            elif cost in best:
-                reason = f"its forecast is {forecast.tightness:.2f} of the bounds, the best for its devices {best[cost]:.2f}"
-            else:
-                cheapest = min((one for one in self.scored.values() if one.may_meet(self.attainment)), key=lambda one: one.cost)
-                reason = f"fewer devices do: {cheapest.candidate} has an attainment of {cheapest.attainment:.1%}"
+            scored = families.get(candidate.family) or best.get(self.costs[candidate]) or decisive
+            reason = f"{scored.candidate} has an attainment of {scored.attainment:.1%}"
+            if candidate.family not in families and self.costs[candidate] in best:
+                least = forecasts[scored.candidate].tightness
+                reason = f"its forecast is {forecast.tightness:.2f} of the bounds, and {least:.2f} for {scored.candidate}"
             left_out.append(Pruned(candidate=candidate, reason=reason))
         return left_out
 
     # ---------------------------------------------------------------- rounds
 
     def _first_round(self, forecasts: Mapping[Candidate, Forecast], size: int) -> list[Candidate]:
-        """Simulate the best forecasts of each cost, ascending, until a cost surely meets the level. Add the highest."""
-        levels: defaultdict[float, list[Candidate]] = defaultdict(list)
-        for candidate in _representatives(forecasts):
-            levels[self.costs[candidate]].append(candidate)
-        costs = sorted(levels)
-        chosen = {cost: _first(levels[cost], forecasts) for cost in costs}
-        pending = costs[:-1]
-        measured = list(chosen[costs[-1]])
-        self._measure(measured, size)
-        while pending and any(self.scored[candidate].may_meet(self.attainment) for candidate in measured):
-            wave, pending = pending[:_WAVE], pending[_WAVE:]
-            added = [candidate for cost in wave for candidate in chosen[cost]]
+        """Simulate the best forecasts of the costs, by bisection to the lowest cost that may meet the level."""
+        measured: list[Candidate] = []
+        representatives = _representatives(forecasts)
+        for hardware in dict.fromkeys(candidate.hardware for candidate in representatives):
+            levels: defaultdict[float, list[Candidate]] = defaultdict(list)
+            for candidate in representatives:
+                if candidate.hardware == hardware:
+                    levels[self.costs[candidate]].append(candidate)
+            measured += self._bisected(_efficient(levels, forecasts), forecasts, size)
+        return measured
+
+    def _bisected(
+        self, levels: Sequence[Sequence[Candidate]], forecasts: Mapping[Candidate, Forecast], size: int
+    ) -> list[Candidate]:
+        """Simulate the most able level of a hardware, then levels of lower costs between failure and success."""
+        chosen = [_first(level, forecasts, len(levels)) for level in levels]
+        measured: list[Candidate] = []
+
+        def may_meet(indices: Sequence[int]) -> list[int]:
+            added = [candidate for index in indices for candidate in chosen[index]]
             self._measure(added, size)
-            measured += added
-            if any(self.scored[candidate].surely_meets(self.attainment) for candidate in added):
-                break
-        return self._survivors(self._sorted(measured))
+            measured.extend(added)
+            return [i for i in indices if any(self.scored[one].may_meet(self.attainment) for one in chosen[i])]
+
+        low, high = -1, len(levels) - 1
+        able = may_meet([high])
+        while able and high - low > 1:
+            between = range(low + 1, high)
+            step = max(1, len(between) // _WAVE)
+            picks = between[step // 2 :: step][:_WAVE]
+            high = min([high, *may_meet(picks)])
+            low = max([low, *(index for index in picks if index < high)])
+        return measured
 
     def _survivors(self, ordered: Sequence[Scored]) -> list[Candidate]:
         """Return the best of each cost that may meet the level, up to the first cost that surely does.
@@ -209,17 +221,27 @@ class Search:
     def _best(self, ordered: Sequence[Scored]) -> list[Candidate]:
         """Return the best share of sorted candidates, with the best static layout."""
         by_goodput = sorted(ordered, key=lambda one: (-one.goodput_per_s, one.tightness(self.level)))
-        kept = [one.candidate for one in by_goodput[: max(1, round(len(ordered) / _SHARE))]]
+        kept = [one.candidate for one in by_goodput[: max(2, round(len(ordered) / _SHARE))]]
         static = next((one.candidate for one in by_goodput if one.candidate.is_static), None)
         return kept if static is None or static in kept else [*kept, static]
 
-    def _refined(self, forecasts: Mapping[Candidate, Forecast], survivors: Sequence[Candidate], size: int) -> list[Candidate]:
-        """Simulate the other step budgets and host tiers of the best candidates."""
-        best = {candidate.family for candidate in survivors[:_REFINED]}
-        best |= {candidate.family for candidate in survivors if candidate.is_static}
-        others = [candidate for candidate in forecasts if candidate.family in best and candidate not in self.scored]
-        self._measure(others, size)
-        return others
+    def _neighbours(
+        self, forecasts: Mapping[Candidate, Forecast], survivors: Sequence[Candidate], size: int
+    ) -> list[Candidate]:
+        """Simulate the next step budgets and the other host tiers of candidates."""
+        budgets = sorted({candidate.max_num_batched_tokens or 0 for candidate in forecasts})
+        ranks = {budget: rank for rank, budget in enumerate(budgets)}
+        places: defaultdict[Candidate, list[int]] = defaultdict(list)
+        for candidate in survivors:
+            places[candidate.family].append(ranks[candidate.max_num_batched_tokens or 0])
+        added = [
+            candidate
+            for candidate in forecasts
+            if candidate not in self.scored
+            and any(abs(ranks[candidate.max_num_batched_tokens or 0] - at) <= 1 for at in places.get(candidate.family, ()))
+        ]
+        self._measure(added, size)
+        return added
 
     def _measure(self, candidates: Iterable[Candidate], size: int) -> None:
         """Simulate all seeds of the candidates with `size` requests each."""
@@ -250,8 +272,59 @@ def _representatives(forecasts: Mapping[Candidate, Forecast]) -> list[Candidate]
     return list(best.values())
 
 
-def _first(candidates: Sequence[Candidate], forecasts: Mapping[Candidate, Forecast]) -> list[Candidate]:
-    """Return the candidates of one cost with the best forecasts. Each policy has at least one."""
-    ordered = sorted(candidates, key=lambda candidate: forecasts[candidate].tightness)
-    by_policy = {(one.policy, one.decode is None): one for one in reversed(ordered)}
-    return list(dict.fromkeys([*by_policy.values(), *ordered[:_PER_LEVEL]]))
+def _efficient(
+    levels: Mapping[float, Sequence[Candidate]], forecasts: Mapping[Candidate, Forecast]
+) -> list[Sequence[Candidate]]:
+    """Return the levels of ascending costs, without those whose forecasts are no better than at a lower cost."""
+    kept, least = [], math.inf
+    for cost in sorted(levels):
+        best = min(forecasts[candidate].tightness for candidate in levels[cost])
+        if best < _INEFFICIENT * least or not kept:
+            kept.append(levels[cost])
+            least = min(least, best)
+    return kept
+
+
+def _first(
+    candidates: Sequence[Candidate], forecasts: Mapping[Candidate, Forecast], num_levels: int
+) -> list[Candidate]:
+    """Return the candidates of one cost with the best forecasts, by the quotas of policies."""
+    factor = max(1, _FIRST // (num_levels * (sum(_QUOTAS.values()) + 4)))
+    chosen, counts = [], Counter[tuple[str, bool]]()
+    for candidate in sorted(candidates, key=lambda candidate: forecasts[candidate].tightness):
+        kind = candidate.policy, candidate.decode is not None
+        counts[kind] += 1
+        if counts[kind] <= factor * _QUOTAS.get(candidate.policy, 1):
+            chosen.append(candidate)
+    return chosen
+
+
+def max_rate(
+    simulate: Simulate, candidates: Sequence[Candidate], rate: float, *, num_requests: int, seeds: int, attainment: float
+) -> float | None:
+    """Find the highest rate below `rate` that one of the candidates serves within the level, to 5 %.
+
+    Return None if that is less than a 64th.
+    """
+
+    def passes(lower: float) -> bool:
+        work = [
+            Work(candidate=candidate, seed=seed, num_requests=num_requests, rate=lower)
+            for candidate in candidates
+            for seed in range(seeds)
+        ]
+        outcomes = simulate(work)
+        return any(
+            fmean(outcomes[one].attainment for one in work if one.candidate == candidate) >= attainment
+            for candidate in candidates
+        )
+
+    low, high = rate / 2, rate
+    while not passes(low):
+        low, high = low / 2, low
+        if low < rate / 64:
+            return None
+    while high / low > _PRECISION:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if passes(middle) else (low, middle)
+    return low

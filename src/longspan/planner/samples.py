@@ -31,7 +31,11 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The numbers of a simulated sample. All are 0 or None if there is a `problem`."""
+    """The numbers of a simulated sample. All are 0 or None if there is a `problem`.
+
+    Attributes:
+        tbt_p99_s: P99 over requests of the mean time between tokens, to which `slo_tbt` applies.
+    """
 
     attainment: float = 0.0
     goodput_per_s: float = 0.0
@@ -61,17 +65,17 @@ def window(workload: Workload, seed: int, num: int, rate: float) -> Workload:
         else:
             arrival = replace(arrival, follows=arrival.follows + lap * len(arrivals) - start)
         chosen.append(arrival)
-    return replace(workload, arrivals=chosen).at_rate(rate)
+    chosen_workload = replace(workload, arrivals=chosen)
+    return chosen_workload if workload.clients is not None else chosen_workload.at_rate(rate)
 
 
-def outcome_of(
-    result: Result, workload: Workload, level: ServiceLevel, rate: float
-) -> Outcome:
+def outcome_of(result: Result, workload: Workload, level: ServiceLevel, rate: float) -> Outcome:
     """Return the numbers of a run at a rate, without its first requests.
 
-    Requests that all arrive at the start have no steady state, and all are counted.
+    Requests that all arrive at the start have no steady state, so all are counted, per second until the last answer.
+    In a closed loop, and in conversations, requests wait for answers. They count per second in which they arrived.
     """
-    offline = math.isinf(rate)
+    offline = math.isinf(rate) and workload.clients is None
     first = 0 if offline else int(_WARM_UP * len(workload.arrivals))
     counted = replace(
         result,
@@ -80,20 +84,20 @@ def outcome_of(
     )
     num = len(counted.served) + len(counted.refused)
     attainment = counted.attainment(level)
-    begun_s = min((request.arrival_s for request in counted.served), default=0.0)
+    arrived_s = [request.arrival_s for request in counted.served]
     if offline:
         arrivals_per_s = num / result.makespan_s if result.makespan_s else 0.0
-    elif workload.arrivals[-1].follows is None:
+    elif workload.clients is None and workload.arrivals[-1].follows is None:
         arrivals_per_s = rate
-    else:  # later turns wait for answers
-        last_s = max((request.arrival_s for request in counted.served), default=0.0)
-        arrivals_per_s = num / (last_s - begun_s) if last_s > begun_s else 0.0
+    else:
+        span_s = max(arrived_s, default=0.0) - min(arrived_s, default=0.0)
+        arrivals_per_s = num / span_s if span_s else 0.0
     return Outcome(
         attainment=attainment,
         goodput_per_s=attainment * arrivals_per_s,
         tokens_per_s=result.num_tokens / result.makespan_s if result.makespan_s else 0.0,
         ttft_p99_s=percentile(counted.ttfts_s, 99),
-        tbt_p99_s=percentile(counted.tbts_s, 99),
+        tbt_p99_s=percentile(counted.tpots_s, 99),
         num_requests=len(workload.arrivals),
     )
 

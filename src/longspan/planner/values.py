@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -41,6 +42,13 @@ class Question:
     attainment: float
     prices: Mapping[str, float] = field(default_factory=dict)
 
+    def cost(self, candidate: Candidate) -> float:
+        """Return the price of a candidate per hour, or its devices without prices."""
+        return self.prices.get(candidate.hardware, 1.0) * candidate.num_gpus
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "rate": None if self.rate == math.inf else self.rate, "prices": dict(self.prices)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
@@ -50,7 +58,8 @@ class Ranked:
         price_per_hour: None without a price of its hardware.
         goodput_per_s: requests per second that meet the service level, at the given rate.
         tokens_per_s_per_gpu: tokens of prompts and outputs.
-        ttft_p99_s, tbt_p99_s: None if a seed has no value.
+        ttft_p99_s, tbt_p99_s: P99 over requests of the time to first token, and of the mean time between tokens, to
+            which the service level applies. None if a seed has no value.
         attainment: the fraction of requests that meet the service level.
         meets: whether the mean attainment is at least the given one.
         on_front: no other candidate is at least as good in GPUs or price, goodput, P99 TTFT and P99 TBT.
@@ -120,7 +129,7 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "question": {**asdict(self.question), "prices": dict(self.question.prices)},
+            "question": self.question.as_json(),
             "winner": None if self.winner is None else self.winner.as_json(),
             "baseline": None if self.baseline is None else self.baseline.as_json(),
             "ranked": [ranked.as_json() for ranked in self.ranked],

@@ -1,0 +1,279 @@
+"""Plans: the hardware, the layout and the policy that serve a workload within a service level.
+
+    from longspan import ServiceLevel, WorkloadSpec, plan
+
+    level = ServiceLevel(slo_ttft=2.0, slo_tbt=0.05)
+    answer = plan("llama-3-8b", hardware="h100-sxm-80g", gpus=8, workload=WorkloadSpec(rate=2.0), level=level)
+    print(answer.winner.command)
+
+The search is `longspan.planner`, which is pure. This module gives it the model, the simulations and the prices.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longspan import limits
+from longspan.core.options import at_least_one
+from longspan.core.splits import ParallelSpec
+from longspan.cost.step_cost import RooflineCost
+from longspan.errors import ParameterError
+from longspan.plan_runs import Runner, Setup, base_rate, experiment_of, sample_of, store_of, whole
+from longspan.planner.answer import errors_of, ranked_of
+from longspan.planner.candidates import OFFLINE_POLICIES, POLICIES, STEP_BUDGETS, Candidate, Space, candidates
+from longspan.planner.demand import Demand, demand_of
+from longspan.planner.pruning import Estimator, Forecast, prune
+from longspan.planner.ranking import Search, max_rate
+from longspan.planner.values import Plan, Pruned, Question
+from longspan.sim.spec import HardwareSpec, ServiceLevel
+from longspan.simulation import read_profile
+from longspan.workload.requests import is_drawn
+from longspan.workload.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from longspan.cost.forward import Roofline
+
+_SEEDS = 4
+_NUM_REQUESTS, _MAX_REQUESTS = 240, 960
+"""Requests of a seed in the last round: at least, and at most."""
+_FILLS = 3
+"""Requests of a seed, as a multiple of the requests that are in flight at a time."""
+_HOST_KV_GIB = 64.0
+"""Memory of each host that a plan may use for KV, if prompts share prefixes or phases alternate."""
+_DEMAND_REQUESTS = 1000
+
+Progress = Callable[[int, int], object]
+"""Gets the numbers of finished simulations, and of all simulations that are known so far."""
+
+
+def plan(
+    model: str,
+    *,
+    hardware: str | Sequence[str] = (),
+    gpus: int,
+    workload: WorkloadSpec,
+    level: ServiceLevel,
+    attainment: float = 0.99,
+    prices: Mapping[str, float] | None = None,
+    devices: HardwareSpec = HardwareSpec(),
+    gpus_per_host: int = 8,
+    profiles: Sequence[Path | str] = (),
+    fewer: bool = True,
+    layouts: Sequence[str] = (),
+    policies: Sequence[str] = (),
+    step_budgets: Sequence[int | None] = (),
+    host_kv_gib: Sequence[float] = (),
+    seeds: int = _SEEDS,
+    num_processes: int | None = None,
+    progress: Progress = lambda _done, _total: None,
+    stores: bool = True,
+) -> Plan:
+    """Search the hardware, layout and policy that serve a workload within a service level.
+
+    Args:
+        model: a name such as llama-3-8b, a folder with a config.json, or a hub id.
+        hardware: names of devices. Empty with profiles.
+        gpus: the maximum number of devices.
+        workload: the requests. `num_requests` are simulated with each seed of the last candidates.
+        attainment: the fraction of requests that must meet the level.
+        prices: of one device and hour, by name. Without prices, fewer devices are better.
+        profiles: profiles of a machine in place of hardware, one for each tp.
+        fewer: also search layouts on fewer devices.
+        layouts: only these, such as `4xtp2` or `2xtp4 prefill + tp8 decode`.
+        policies, step_budgets, host_kv_gib: only these, in place of a selection for the workload.
+        seeds: simulations of each candidate, with other requests or other parts of the trace.
+        num_processes: all cores if None. With 1, simulations run in this process.
+        stores: store simulations in the cache folder, and read those of an earlier run.
+
+    Raises:
+        ValueError: for invalid values, files that cannot be read, or if no candidate can run.
+    """
+    names = (hardware,) if isinstance(hardware, str) else tuple(hardware)
+    at_least_one(gpus=gpus, gpus_per_host=gpus_per_host, seeds=seeds, num_processes=num_processes)
+    measured = _measured(names, profiles)
+    names = names or tuple(dict.fromkeys(machine for machine, _ in measured.values()))
+    setup = Setup(
+        model=model,
+        devices=devices,
+        gpus_per_host=gpus_per_host,
+        profiles=tuple((tp, path) for tp, (_, path) in measured.items()),
+        workload=_finite(workload),
+        level=level,
+    )
+    rate = base_rate(setup.workload)
+    question = Question(
+        model=model,
+        hardware=names,
+        num_gpus=gpus,
+        workload=workload.workload,
+        rate=rate,
+        level=level,
+        attainment=attainment,
+        prices=dict(prices or {}),
+    )
+    _check(question, setup.workload)
+    demand = _demand(setup.workload, rate)
+    tiers = (0.0, _HOST_KV_GIB) if demand.shares or math.isinf(rate) else (0.0,)
+    space = Space(
+        hardware=names,
+        max_gpus=gpus,
+        fewer=fewer,
+        max_tp=min(gpus_per_host, gpus),
+        tensor_parallel=tuple(measured) or None,
+        num_layers=_num_layers(setup, names[0]),
+        layouts=tuple(layouts),
+        policies=tuple(policies) or (OFFLINE_POLICIES if math.isinf(rate) else POLICIES),
+        step_budgets=tuple(step_budgets) or ((None,) if measured else STEP_BUDGETS),
+        host_kv_gib=tuple(host_kv_gib) or tiers,
+    )
+    forecasts, pruned = _forecasts(setup, space, demand, question)
+    num_requests = workload.num_requests or _num_requests(setup.workload, demand, forecasts)
+    with Runner(setup, num_processes or limits.cores(), progress, store_of(setup) if stores else None) as simulate:
+        search = Search(
+            simulate=simulate,
+            level=level,
+            attainment=attainment,
+            num_seeds=seeds,
+            num_requests=num_requests,
+            costs={candidate: question.cost(candidate) for candidate in forecasts},
+        )
+        search.run(forecasts)
+        ranked, winner, baseline, notes = ranked_of(search.sorted(), question, partial(_command, setup))
+        highest = None
+        if winner is not None and not winner.meets and math.isfinite(rate) and level.is_given:
+            best = [one.candidate for one in ranked[:2]]
+            highest = max_rate(simulate, best, rate, num_requests=num_requests // 2, seeds=seeds, attainment=attainment)
+        num_simulated = simulate.num_requests
+    return Plan(
+        question=question,
+        ranked=ranked,
+        pruned=(*pruned, *search.unsimulated(forecasts)),
+        winner=winner,
+        baseline=baseline,
+        error=() if winner is None or measured else errors_of(winner.candidate, devices.attention or "flash"),
+        max_rate=highest,
+        num_simulated_requests=num_simulated,
+        notes=notes,
+    )
+
+
+# ---------------------------------------------------------------- what was asked
+
+
+def _measured(names: Sequence[str], profiles: Sequence[Path | str]) -> dict[int, tuple[str, str]]:
+    """Return the machine and the file of each profile, by tp."""
+    if bool(names) == bool(profiles):
+        problem = "must be given, unless `profile` is" if not names else "and `profile` exclude each other"
+        raise ParameterError("hardware", f"{problem}: give one of them", ", ".join(names) or None)
+    found: dict[int, tuple[str, str]] = {}
+    for path in profiles:
+        key = read_profile(Path(path)).profile_key
+        if key.tp in found:
+            raise ParameterError("profile", f"{path} has tp {key.tp}, as {found[key.tp][1]} has: give one of them", path)
+        found[key.tp] = key.machine, str(path)
+    return found
+
+
+def _finite(workload: WorkloadSpec) -> WorkloadSpec:
+    """Return the workload with `offline` in place of an infinite rate."""
+    if workload.rate is not None and math.isinf(workload.rate):
+        return replace(workload, rate=None, offline=True)
+    return workload
+
+
+def _check(question: Question, workload: WorkloadSpec) -> None:
+    """Raise ParameterError for a question that has no answer."""
+    if not 0 < question.attainment <= 1:
+        problem = f"must be above 0 and at most 1, but {question.attainment:g} given"
+        raise ParameterError("attainment", problem, question.attainment)
+    if not question.level.is_given and not workload.offline:
+        problem = "or `slo_tbt` must be given: without a bound, the smallest cluster is enough for any rate"
+        raise ParameterError("slo_ttft", problem)
+    for name, price in question.prices.items():
+        if not (price > 0 and math.isfinite(price)):
+            raise ParameterError("prices", f"of {name} must be above 0 and finite, but {price} given", price)
+    for name in question.hardware if question.prices else ():
+        if name not in question.prices:
+            known = ", ".join(question.prices)
+            raise ParameterError("prices", f"has no {name}, only {known}: add it", name)
+
+
+def _demand(spec: WorkloadSpec, rate: float) -> Demand:
+    drawn = is_drawn(spec)
+    requests = sample_of(spec, 0, _DEMAND_REQUESTS, rate) if drawn else whole(spec)
+    return demand_of(requests, rate)
+
+
+def _num_requests(spec: WorkloadSpec, demand: Demand, forecasts: Mapping[Candidate, Forecast]) -> int:
+    """Return the requests of a seed: enough to fill the instances several times, and not more than a trace has."""
+    in_flight = float(spec.concurrency or spec.batch_size or 0)
+    if math.isfinite(demand.rate):
+        best = min(forecasts.values(), key=lambda forecast: forecast.tightness)
+        seconds = min(best.ttft_s, max(best.least_ttfts_s, default=0.0)) + demand.mean_output * best.tbt_s
+        in_flight = demand.rate * seconds
+    num = min(_MAX_REQUESTS, max(_NUM_REQUESTS, math.ceil(_FILLS * in_flight)))
+    return num if is_drawn(spec) else min(num, len(whole(spec).arrivals))
+
+
+# ---------------------------------------------------------------- estimates
+
+
+def _forecasts(
+    setup: Setup, space: Space, demand: Demand, question: Question
+) -> tuple[Mapping[Candidate, Forecast], tuple[Pruned, ...]]:
+    """Return the forecasts of candidates, and the pruned ones. Profiles give no forecasts, so nothing is pruned.
+
+    Raises:
+        ParameterError: if no candidate can run.
+    """
+    every = list(candidates(space))
+    if setup.profiles:
+        return dict.fromkeys(every, Forecast.unknown()), ()
+
+    @cache
+    def line(hardware: str, tp: int, pp: int) -> Roofline | str:
+        candidate = Candidate(hardware=hardware, spec=ParallelSpec(tp=tp, pp=pp))
+        try:
+            cost = experiment_of(setup, candidate, num_gpu_blocks_override=1).cost
+        except ValueError as error:
+            return str(error)
+        assert isinstance(cost, RooflineCost), "there is no noise"
+        return cost.lines[0]
+
+    estimator = Estimator(line, demand, setup.level)
+    kept = prune(every, estimator, demand, setup.level, question.attainment)
+    if not kept.forecasts:
+        reason = kept.pruned[-1].reason if kept.pruned else "there is none"
+        problem = f"({question.num_gpus}) are too few of {', '.join(question.hardware)} for this model: {reason}"
+        raise ParameterError("gpus", problem, question.num_gpus)
+    return kept.forecasts, kept.pruned
+
+
+def _num_layers(setup: Setup, hardware: str) -> int:
+    tp = setup.profiles[0][0] if setup.profiles else 1
+    candidate = Candidate(hardware=hardware, spec=ParallelSpec(tp=tp))
+    shape = experiment_of(setup, candidate, num_gpu_blocks_override=1).facts.shape
+    assert shape is not None, "a simulation has the model's shape"
+    return shape.num_layers
+
+
+# ---------------------------------------------------------------- the command
+
+
+def _command(setup: Setup, candidate: Candidate) -> str:
+    """Return the command line that serves a model as the candidate does."""
+    words = ["longspan", "serve", setup.model, *candidate.flags]
+    if setup.profiles:
+        key = read_profile(Path(dict(setup.profiles)[candidate.spec.tp])).profile_key
+        words += ["--device", key.device, "--threads-per-rank", str(key.threads), "--dtype", key.dtype]
+    else:
+        words += [] if candidate.hardware.startswith("cpu") else ["--device", "cuda"]
+        words += ["--executor", "ray"] if candidate.num_gpus > setup.gpus_per_host else []
+        words += ["--dtype", setup.devices.dtype] if setup.devices.dtype in {"float32", "bfloat16"} else []
+    return shlex.join(words)
