@@ -1,4 +1,4 @@
-"""The choice of a parallel spec, or of a pair for Seesaw, for offline work: each candidate serves it in the simulator.
+"""The choice of a layout on this machine for offline work, with `longspan.planner`'s candidates.
 
 The decisions are functions of plain data. A candidate is simulated like an engine with its options, with the same
 pools, policy and profile of this machine.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, permutations
+from itertools import compress
 
 import torch
 
@@ -17,6 +17,7 @@ from longspan.args import AUTO, EngineArgs
 from longspan.core.splits import ParallelSpec
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
+from longspan.planner.candidates import Candidate, offline_candidates, specs_of
 from longspan.profiling.store import load_profile
 from longspan.resolve import EngineModel, ResolvedEngine
 from longspan.sim.executor import StepTiming
@@ -29,22 +30,17 @@ DEFAULT_OUTPUT_TOKENS = 256
 _POLICIES = ("auto", "chunked", "seesaw")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A parallel spec for a whole run, or alternating specs for its prefill and decode phases."""
+def options_of(candidate: Candidate, given: EngineArgs) -> EngineArgs:
+    """Return the options of an engine with the layout and policy of a candidate."""
+    prefill, decode = str(candidate.spec), str(candidate.decode)
+    if candidate.decode is None:
+        return replace(given, policy=candidate.policy, parallel=prefill)
+    return replace(given, policy=candidate.policy, parallel=None, prefill_parallel=prefill, decode_parallel=decode)
 
-    spec: ParallelSpec
-    decode: ParallelSpec | None = None
 
-    def options(self, given: EngineArgs) -> EngineArgs:
-        """Return the options of an engine with this spec."""
-        if self.decode is None:
-            return replace(given, policy="chunked", parallel=str(self.spec))
-        prefill, decode = str(self.spec), str(self.decode)
-        return replace(given, policy="seesaw", parallel=None, prefill_parallel=prefill, decode_parallel=decode)
-
-    def __str__(self) -> str:
-        return str(self.spec) if self.decode is None else f"seesaw {self.spec} to {self.decode}"
+def name_of(candidate: Candidate) -> str:
+    """Return the layout, as `2xtp2` or `seesaw pp2 to tp2`."""
+    return str(candidate.spec) if candidate.decode is None else f"seesaw {candidate.spec} to {candidate.decode}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,29 +65,6 @@ class Outcome:
 # ---------------------------------------------------------------- decisions
 
 
-def specs_of(num_ranks: int, num_layers: int) -> list[ParallelSpec]:
-    """Return all specs with `num_ranks` ranks and at least one layer per stage, in order of decreasing instances."""
-    degrees = [degree for degree in range(1, num_ranks + 1) if num_ranks % degree == 0]
-    return [
-        ParallelSpec(instances=num_ranks // (tp * pp), tp=tp, pp=pp)
-        for size in degrees
-        for tp in degrees
-        for pp in degrees
-        if tp * pp == size and pp <= num_layers
-    ]
-
-
-def candidates(specs: Sequence[ParallelSpec], *, policy: str, with_pairs: bool) -> list[Candidate]:
-    """Return a policy's candidates: specs for `chunked`, pairs of equal instances for `seesaw`, both for auto."""
-    single = [Candidate(spec=spec) for spec in specs] if policy != "seesaw" else []
-    pairs = [
-        Candidate(spec=prefill, decode=decode)
-        for prefill, decode in permutations(specs, 2)
-        if prefill.instances == decode.instances
-    ]
-    return single + (pairs if with_pairs and policy != "chunked" else [])
-
-
 def best(outcomes: Sequence[Outcome]) -> Outcome:
     """Return the first outcome with the fewest refused requests and then the highest rate.
 
@@ -100,7 +73,7 @@ def best(outcomes: Sequence[Outcome]) -> Outcome:
     """
     ran = [outcome for outcome in outcomes if outcome.problem is None]
     if not ran:
-        reason = f": {outcomes[0].candidate} cannot run: {outcomes[0].problem}" if outcomes else ""
+        reason = f": {name_of(outcomes[0].candidate)} cannot run: {outcomes[0].problem}" if outcomes else ""
         raise ParameterError("parallel", f"{AUTO} finds no candidate that can run{reason}", AUTO)
     return max(ran, key=lambda outcome: (-outcome.num_refused, outcome.requests_per_s))
 
@@ -178,12 +151,12 @@ class Machine:
         """The candidates with a profile."""
         given = self.given
         specs = [spec for spec in specs_of(self.num_ranks, self.model.info.num_layers) if spec.tp in self.profiles]
-        return candidates(specs, policy=given.policy, with_pairs=bool(given.host_kv_gib))
+        return offline_candidates(specs, hardware=given.device, policy=given.policy, with_pairs=bool(given.host_kv_gib))
 
     def outcome(self, candidate: Candidate, requests: Sequence[Arrival]) -> Outcome:
         """Simulate a candidate with requests that all arrive at once."""
         try:
-            setup, steps = ResolvedEngine.of(candidate.options(self.given), self.model), list[StepTiming]()
+            setup, steps = ResolvedEngine.of(options_of(candidate, self.given), self.model), list[StepTiming]()
             cost = setup.step_cost()
             assert cost is not None, "candidates have profiles"
             result = simulate(requests, setup.config, setup.policy, cost, watch=Observers(ran=steps.append))

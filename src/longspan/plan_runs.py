@@ -24,7 +24,6 @@ from typing import Self
 
 import msgspec
 
-import longspan
 from longspan.core.options import SchedulingArgs
 from longspan.errors import WorkerLostError
 from longspan.file_errors import unwritten
@@ -65,16 +64,17 @@ class Setup:
     def cluster(self, candidate: Candidate) -> ClusterSpec:
         """Return the candidate's instances on the fewest hosts that split no instance."""
         specs = [candidate.spec, *([] if candidate.decode is None else [candidate.decode])]
-        roles = {"parallel": str(candidate.spec)}
-        if candidate.decode is not None:
-            roles = {"prefill_parallel": str(candidate.spec), "decode_parallel": str(candidate.decode)}
         if self.profiles:
-            return ClusterSpec(profile=Path(dict(self.profiles)[candidate.spec.tp]), **roles)
-        num_gpus = candidate.num_gpus
-        hosts = math.ceil(num_gpus / self.gpus_per_host)
-        while hosts < num_gpus and any(math.ceil(num_gpus / hosts) % spec.tp for spec in specs):
-            hosts += 1
-        return ClusterSpec(hardware=candidate.hardware, hosts=hosts, **vars(self.devices), **roles)
+            cluster = ClusterSpec(profile=Path(dict(self.profiles)[candidate.spec.tp]))
+        else:
+            num_gpus = candidate.num_gpus
+            hosts = math.ceil(num_gpus / self.gpus_per_host)
+            while hosts < num_gpus and any(math.ceil(num_gpus / hosts) % spec.tp for spec in specs):
+                hosts += 1
+            cluster = ClusterSpec(hardware=candidate.hardware, hosts=hosts, **vars(self.devices))
+        if candidate.decode is None:
+            return replace(cluster, parallel=str(candidate.spec))
+        return replace(cluster, prefill_parallel=str(candidate.spec), decode_parallel=str(candidate.decode))
 
 
 def run(setup: Setup, work: Work) -> Outcome:
@@ -242,7 +242,7 @@ class _Line(msgspec.Struct):
 
 def store_of(setup: Setup) -> Path:
     """Return the file of outcomes. Its name depends on all inputs of simulations, and on the code that runs them."""
-    inputs = hashlib.sha256(longspan.__version__.encode())
+    inputs = hashlib.sha256()
     root = Path(__file__).parent
     for package in _PACKAGES:
         for file in sorted((root / package).rglob("*")):

@@ -175,7 +175,9 @@ def _measured(names: Sequence[str], profiles: Sequence[Path | str]) -> dict[int,
     for path in profiles:
         key = read_profile(Path(path)).profile_key
         if key.tp in found:
-            raise ParameterError("profile", f"{path} has tp {key.tp}, as {found[key.tp][1]} has: give one of them", path)
+            raise ParameterError(
+                "profile", f"{path} has tp {key.tp}, as {found[key.tp][1]} has: give one of them", path
+            )
         found[key.tp] = key.machine, str(path)
     return found
 
@@ -247,7 +249,7 @@ def _forecasts(
         return cost.lines[0]
 
     estimator = Estimator(line, demand, setup.level)
-    kept = prune(every, estimator, demand, setup.level, question.attainment)
+    kept = prune(every, estimator, setup.level, question.attainment)
     if not kept.forecasts:
         reason = kept.pruned[-1].reason if kept.pruned else "there is none"
         problem = f"({question.num_gpus}) are too few of {', '.join(question.hardware)} for this model: {reason}"

@@ -1,4 +1,4 @@
-"""The answer of a search: candidates in order, their front, why each lost, and whether the winner beats the baseline."""
+"""The answer of a search: candidates in order, their front, why each lost, and a comparison with the baseline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ranked_of(
     longest = max(scored.num_requests for scored in able)
     final = [scored for scored in able if scored.num_requests == longest]
     best = min(final, key=lambda one: order_key(one, question.level, question.attainment))
-    front = _front(final, question)
+    front = _front(final)
     rows = {
         scored.candidate: _ranked(scored, question, command(scored.candidate), on_front=scored in front)
         for scored in [best, *(one for one in able if one is not best)]
@@ -37,7 +37,9 @@ def ranked_of(
         for candidate, row in rows.items()
     }
     static = [scored for scored in able if scored.candidate.is_static]
-    baseline = min(static, key=lambda one: (-one.num_requests, order_key(one, question.level, question.attainment)), default=None)
+    baseline = min(
+        static, key=lambda one: (-one.num_requests, order_key(one, question.level, question.attainment)), default=None
+    )
     notes = () if baseline is None else (_verdict(best, baseline, question),)
     return tuple(rows.values()), winner, None if baseline is None else rows[baseline.candidate], notes
 
@@ -83,7 +85,7 @@ def _interval_of(values: Sequence[float | None]) -> Interval | None:
     return interval(present) if present and len(present) == len(values) else None
 
 
-def _front(final: Sequence[Scored], question: Question) -> list[Scored]:
+def _front(final: Sequence[Scored]) -> list[Scored]:
     """Return the candidates that no other is at least as good as in cost, goodput and latencies."""
 
     def numbers(scored: Scored) -> tuple[float, ...]:
@@ -93,7 +95,6 @@ def _front(final: Sequence[Scored], question: Question) -> list[Scored]:
     def dominates(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
         return one != other and all(first <= second for first, second in zip(one, other, strict=True))
 
-    del question
     values = [numbers(scored) for scored in final]
     return [scored for scored, own in zip(final, values, strict=True) if not any(dominates(one, own) for one in values)]
 
@@ -105,20 +106,23 @@ def _why_lost(row: Ranked, winner: Ranked, question: Question) -> str:
     """Return one clause with a number."""
     if winner.meets and not row.meets:
         return _missed(row, question)
-    if winner.meets and row.price_per_hour is not None and winner.price_per_hour is not None:
-        if row.price_per_hour > winner.price_per_hour:
-            return f"costs {row.price_per_hour:.4g} per hour instead of {winner.price_per_hour:.4g}"
-    elif winner.meets and row.num_gpus > winner.num_gpus:
-        return f"takes {row.num_gpus} devices instead of {winner.num_gpus}"
+    cost, least = question.cost(row.candidate), question.cost(winner.candidate)
+    if winner.meets and cost > least:
+        return f"takes {cost:.4g} {'per hour' if question.prices else 'devices'} instead of {least:.4g}"
     mine, best = row.goodput_per_s.mean, winner.goodput_per_s.mean
     if mine < 0.995 * best:
         return f"{mine:.3g} good requests/s instead of {best:.3g}"
-    for name, own, other in (("TTFT", row.ttft_p99_s, winner.ttft_p99_s), ("TBT", row.tbt_p99_s, winner.tbt_p99_s)):
-        if own is not None and other is not None and own.mean > other.mean:
-            return f"P99 {name} of {own.mean:.3g} s instead of {other.mean:.3g} s, at equal goodput"
+    times = (("TTFT", row.ttft_p99_s, winner.ttft_p99_s), ("TBT", row.tbt_p99_s, winner.tbt_p99_s))
+    late = [
+        f"P99 {name} of {own.mean:.3g} s instead of {other.mean:.3g} s, at equal goodput"
+        for name, own, other in times
+        if own is not None and other is not None and own.mean > other.mean
+    ]
     if row.num_requests < winner.num_requests:
-        return f"behind others after {row.num_requests:,} requests, with an attainment of {row.attainment.mean:.1%}"
-    return f"equal within {abs(best - mine) / best if best else 0:.1%} of goodput"
+        late.append(
+            f"behind others after {row.num_requests:,} requests, with an attainment of {row.attainment.mean:.1%}"
+        )
+    return late[0] if late else f"equal within {abs(best - mine) / best if best else 0:.1%} of goodput"
 
 
 def _missed(row: Ranked, question: Question) -> str:
@@ -137,27 +141,25 @@ def _verdict(winner: Scored, baseline: Scored, question: Question) -> str:
     if winner.candidate == baseline.candidate:
         return f"The winner is {name}, so no other policy beats it"
     meets = [one.attainment >= question.attainment for one in (winner, baseline)]
+    gained = f"{winner.goodput_per_s:.3g} against {baseline.goodput_per_s:.3g} good requests/s"
     if meets == [True, False]:
-        return f"The winner beats {name}: {winner.attainment:.1%} against {baseline.attainment:.1%} of requests meet the level"
+        shares = f"{winner.attainment:.1%} against {baseline.attainment:.1%}"
+        return f"The winner beats {name}: {shares} of requests meet the level"
     if all(meets) and winner.cost < baseline.cost:
         unit = "per hour" if question.prices else "devices"
         return f"The winner beats {name}: {winner.cost:.4g} instead of {baseline.cost:.4g} {unit}"
+    is_better = winner.goodput_per_s > baseline.goodput_per_s
     if len(winner.outcomes) == len(baseline.outcomes) and winner.num_requests == baseline.num_requests:
         pairs = zip(winner.outcomes, baseline.outcomes, strict=True)
         gain = interval([one.goodput_per_s - other.goodput_per_s for one, other in pairs])
         gained = f"{gain.mean:+.3g} good requests/s ({gain.low:+.3g} to {gain.high:+.3g})"
-        if gain.low > 0:
-            return f"The winner beats {name}: {gained}"
-        times = [_p99s(scored) for scored in (winner, baseline)]
-        return f"The winner does not beat {name} in goodput: {gained}. P99 TTFT is {times[0]} against {times[1]}"
-    if winner.goodput_per_s > baseline.goodput_per_s:
-        gained = f"{winner.goodput_per_s:.3g} against {baseline.goodput_per_s:.3g} good requests/s"
-        return f"The winner beats {name}: {gained}, where the baseline lost after {baseline.num_requests:,} requests"
-    return f"The winner does not beat {name} in goodput: it lost in latency after {baseline.num_requests:,} requests"
+        is_better = gain.low > 0
+    if is_better:
+        return f"The winner beats {name}: {gained}"
+    times = " against ".join(map(_p99, (winner, baseline)))
+    return f"The winner does not beat {name} in goodput: {gained}. P99 TTFT is {times}"
 
 
-def _p99s(scored: Scored) -> str:
+def _p99(scored: Scored) -> str:
     values = [outcome.ttft_p99_s for outcome in scored.outcomes if outcome.ttft_p99_s is not None]
     return f"{fmean(values):.3g} s" if values else "unknown"
-
-

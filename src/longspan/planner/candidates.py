@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Any
@@ -143,24 +143,17 @@ def candidates(space: Space) -> Iterator[Candidate]:
         for budget, gib in product(space.step_budgets, space.host_kv_gib):
             if policy == "seesaw" and not gib:
                 continue  # it keeps KV on hosts while clusters change
-            yield Candidate(
-                hardware=hardware,
-                spec=spec,
-                decode=decode,
-                policy=policy,
-                max_num_batched_tokens=budget,
-                host_kv_gib=gib,
-            )
+            layout = Candidate(hardware=hardware, spec=spec, decode=decode, policy=policy)
+            yield replace(layout, max_num_batched_tokens=budget, host_kv_gib=gib)
 
 
 def _layouts(space: Space) -> Iterator[tuple[ParallelSpec, ParallelSpec | None, str]]:
     """Yield prefill specs, decode specs and policies."""
     if space.layouts:
-        for text in space.layouts:
-            cluster = parse_fleet(text)
-            for policy in space.policies:
-                if policy in _KNOWS_ROLES if cluster.decode_spec else policy != "seesaw":
-                    yield cluster.spec, cluster.decode_spec, policy
+        clusters = list(map(parse_fleet, space.layouts))
+        for cluster, policy in product(clusters, space.policies):
+            if policy in _KNOWS_ROLES if cluster.decode_spec else policy != "seesaw":
+                yield cluster.spec, cluster.decode_spec, policy
         return
     specs = space.specs
     smallest = 1 if space.fewer else space.max_gpus
@@ -168,8 +161,15 @@ def _layouts(space: Space) -> Iterator[tuple[ParallelSpec, ParallelSpec | None, 
         shares = policy not in {STATIC, "seesaw"}
         if spec.num_ranks >= smallest and policy != "seesaw" and (spec.instances > 1 or not shares):
             yield spec, None, policy
-    simple = [spec for spec in specs if spec.pp == 1]
+    yield from _with_roles(space, specs, smallest)
+
+
+def _with_roles(
+    space: Space, specs: Sequence[ParallelSpec], smallest: int
+) -> Iterator[tuple[ParallelSpec, ParallelSpec, str]]:
+    """Yield prefill and decode instances side by side, and those that alternate on the same devices."""
     if "tetris" in space.policies:
+        simple = [spec for spec in specs if spec.pp == 1]
         for prefill, decode in product(simple, simple):
             if smallest <= prefill.num_ranks + decode.num_ranks <= space.max_gpus:
                 yield prefill, decode, "tetris"
@@ -177,6 +177,22 @@ def _layouts(space: Space) -> Iterator[tuple[ParallelSpec, ParallelSpec | None, 
         for prefill, decode in permutations(specs, 2):
             if prefill.num_ranks == decode.num_ranks >= smallest:
                 yield prefill, decode, "seesaw"
+
+
+def offline_candidates(
+    specs: Sequence[ParallelSpec], *, hardware: str, policy: str, with_pairs: bool
+) -> list[Candidate]:
+    """Return candidates for one batch of requests: specs for `chunked`, pairs for `seesaw`, both for `auto`.
+
+    The specs of a pair have equal instances.
+    """
+    single = [Candidate(hardware=hardware, spec=spec) for spec in specs] if policy != "seesaw" else []
+    pairs = [
+        Candidate(hardware=hardware, spec=prefill, decode=decode, policy="seesaw")
+        for prefill, decode in permutations(specs, 2)
+        if prefill.instances == decode.instances
+    ]
+    return single + (pairs if with_pairs and policy != STATIC else [])
 
 
 def specs_of(num_ranks: int, num_layers: int) -> list[ParallelSpec]:

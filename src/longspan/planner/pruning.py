@@ -24,6 +24,8 @@ _MAX_SEQS = 128
 _SHARED_EFFICIENCY = 0.8
 """Predicted speed of a prompt on several instances, relative to the sum of the instances."""
 _STEP = 8192
+_TAIL = 2.0
+"""The wait of a slow request, relative to the mean wait."""
 _OVERLOADED = 10
 """Largest ratio of a predicted time to its bound, per load. It keeps the order of overloaded candidates."""
 
@@ -56,7 +58,9 @@ class Instance:
     @cached_property
     def prefills_s(self) -> Sequence[tuple[float, float]]:
         """Unloaded seconds of each prompt, and the seconds for which each occupies the instance."""
-        return [(self._prefill_s(self.line, size), self._prefill_s(self.single, size) / self._pp) for size in self._sizes]
+        return [
+            (self._prefill_s(self.line, size), self._prefill_s(self.single, size) / self._pp) for size in self._sizes
+        ]
 
     @property
     def _sizes(self) -> Sequence[Size]:
@@ -130,12 +134,10 @@ class Estimator:
         key = hardware, tp, pp
         if key not in self._instances:
             line, single = self._lines(hardware, tp, pp), self._lines(hardware, tp, 1)
-            both = isinstance(line, str) or isinstance(single, str)
-            self._instances[key] = (
-                str(line if isinstance(line, str) else single)
-                if both
-                else Instance(line=line, single=single, demand=self._demand)
-            )
+            if isinstance(line, str) or isinstance(single, str):
+                self._instances[key] = line if isinstance(line, str) else str(single)
+            else:
+                self._instances[key] = Instance(line=line, single=single, demand=self._demand)
         return self._instances[key]
 
     def forecast(self, candidate: Candidate) -> Forecast | str:
@@ -156,7 +158,7 @@ class Estimator:
         self, candidate: Candidate, prefill: tuple[int, Instance, float], decode: tuple[int, Instance, float]
     ) -> Forecast:
         demand, level = self._demand, self._level
-        (num_prefill, first, first_tokens), (num_decode, last, last_tokens) = prefill, decode
+        (num_prefill, first, _), (num_decode, last, last_tokens) = prefill, decode
         step = candidate.max_num_batched_tokens or _STEP
         group = 1 if candidate.policy in {STATIC, "seesaw"} else num_prefill
         rate = 0.0 if math.isinf(demand.rate) else demand.rate
@@ -168,16 +170,20 @@ class Estimator:
         decode_s = last.decode_s(2 ** (batch.bit_length() - 1))
         tbt_s = decode_s
         if candidate.decode is None:
-            tbt_s = _interleaved_s(first.step_s(step), decode_s, first.occupied_s / (1 - min(load, 0.75)), demand.short_output)
+            tbt_s = _interleaved_s(
+                first.step_s(step), decode_s, first.occupied_s / (1 - min(load, 0.75)), demand.short_output
+            )
         alone_s = [seconds for seconds, _ in first.prefills_s]
         shared = 1.0 if group == 1 else group * _SHARED_EFFICIENCY
         servers = num_prefill if group == 1 else 1
         waits_s = _wait_s(load, servers, first.occupied_s * (1 if group == 1 else 1 / shared), _spread(first))
-        ttft_s = waits_s + alone_s[int(0.9 * (len(alone_s) - 1))] / shared
+        ttft_s = _TAIL * waits_s + alone_s[int(0.9 * (len(alone_s) - 1))] / shared
         bounds = [(ttft_s, level.slo_ttft), (tbt_s, level.slo_tbt)]
         ratios = [value / bound for value, bound in bounds if bound is not None]
         if not rate:
-            ratios = [first.occupied_s / num_prefill + demand.mean_output / (num_decode * last.decode_rate(step, math.inf))]
+            ratios = [
+                first.occupied_s / num_prefill + demand.mean_output / (num_decode * last.decode_rate(step, math.inf))
+            ]
         return Forecast(
             load=load,
             least_ttfts_s=tuple(seconds / group for seconds in alone_s),
@@ -216,9 +222,7 @@ class Kept:
     pruned: tuple[Pruned, ...]
 
 
-def prune(
-    candidates: Iterable[Candidate], estimator: Estimator, demand: Demand, level: ServiceLevel, attainment: float
-) -> Kept:
+def prune(candidates: Iterable[Candidate], estimator: Estimator, level: ServiceLevel, attainment: float) -> Kept:
     """Prune candidates that estimates exclude.
 
     Candidates that cannot run are always pruned. The others are pruned for a service level only if some candidate may

@@ -17,12 +17,16 @@ from longspan.sim.spec import ServiceLevel
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Quantiles 0.975 of Student's t distribution, from 1 degree of freedom on."""
 _NORMAL = 1.96
-_SHARE = 3
-"""Successive halving: the best of this many candidates stay, and get this many times the requests."""
-_ROUNDS = 3
-_LEAST_REQUESTS = 30
+_ROUNDS = (5, 2, 1)
+"""Divisors of the requests of a seed, by round. All rounds but the last have half of the seeds.
+
+Few long samples show an overload better than many short ones, in which the queue has not grown yet.
+"""
+_KEPT, _SHARE = 4, 4
+"""Candidates of a cost that stay for the next round: at least, and as a fraction. Short samples do not order more."""
+_LEAST_REQUESTS = 40
 """Requests of the smallest sample of a seed."""
-_QUOTAS = {STATIC: 3, "auto": 3}
+_QUOTAS = {STATIC: 5, "auto": 4}
 """Layouts of a policy that are simulated first for a number of devices, best forecast first. 1 of other policies."""
 _FIRST = 48
 """Layouts that are simulated first in total, at least. With few numbers of devices, the quotas are larger."""
@@ -31,6 +35,8 @@ _WAVE = 2
 _EQUAL = 0.005
 """Goodputs within this fraction count as equal, and latencies decide."""
 _PRECISION = 1.05
+_VARIED = 6
+"""Candidates whose other step budgets and host tiers are simulated."""
 _INEFFICIENT = 1.1
 """A cost is left out if its best forecast is worse than at a lower cost by this factor."""
 
@@ -128,13 +134,13 @@ class Search:
 
     def run(self, forecasts: Mapping[Candidate, Forecast]) -> None:
         """Simulate the candidates that may be the best."""
-        sizes = sorted({max(_LEAST_REQUESTS, self.num_requests // _SHARE**power) for power in range(_ROUNDS)})
-        sizes = [min(size, self.num_requests) for size in sizes]
+        sizes = sorted({min(self.num_requests, max(_LEAST_REQUESTS, self.num_requests // n)) for n in _ROUNDS})
         measured = self._first_round(forecasts, sizes[0])
-        measured += self._neighbours(forecasts, self._survivors(self._sorted(measured)), sizes[0])
-        for size in sizes[1:]:
+        measured += self._variants(forecasts, self._survivors(self._sorted(measured)), sizes[0])
+        for size in sizes[1:-1]:
             measured = self._survivors(self._sorted(measured))
             self._measure(measured, size)
+        self._race(self._sorted(self._survivors(self._sorted(measured))), sizes[-1])
 
     def sorted(self) -> list[Scored]:
         """Return all simulated candidates, best first. A longer sample counts more than a shorter one."""
@@ -155,7 +161,9 @@ class Search:
             reason = f"{scored.candidate} has an attainment of {scored.attainment:.1%}"
             if candidate.family not in families and self.costs[candidate] in best:
                 least = forecasts[scored.candidate].tightness
-                reason = f"its forecast is {forecast.tightness:.2f} of the bounds, and {least:.2f} for {scored.candidate}"
+                reason = (
+                    f"its forecast is {forecast.tightness:.2f} of the bounds, and {least:.2f} for {scored.candidate}"
+                )
             left_out.append(Pruned(candidate=candidate, reason=reason))
         return left_out
 
@@ -197,9 +205,10 @@ class Search:
         return measured
 
     def _survivors(self, ordered: Sequence[Scored]) -> list[Candidate]:
-        """Return the best of each cost that may meet the level, up to the first cost that surely does.
+        """Return the best of each cost that may meet the level, up to one cost above the first that surely does.
 
-        One candidate of the highest cost stays for the front. If no candidate may meet the level, the best stay.
+        The best of the highest cost stays for the front, and the best static layout as the baseline. If no candidate
+        may meet the level, the best stay.
         """
         able = [one for one in ordered if one.may_meet(self.attainment)]
         if not able:
@@ -207,49 +216,58 @@ class Search:
         levels: defaultdict[float, list[Scored]] = defaultdict(list)
         for one in able:
             levels[one.cost].append(one)
-        kept: list[Candidate] = []
+        kept, is_sure = dict[Candidate, None](), False
         for cost in sorted(levels):
-            kept += self._best(levels[cost])
-            if any(one.surely_meets(self.attainment) for one in levels[cost]):
+            kept |= dict.fromkeys(self._best(levels[cost]))
+            if is_sure:
                 break
-        most = max(levels)
-        if levels[most][0].candidate not in kept:
-            kept.append(levels[most][0].candidate)
-        static = next((one.candidate for one in ordered if one.candidate.is_static), None)
-        return kept if static is None or static in kept else [*kept, static]
+            is_sure = any(one.surely_meets(self.attainment) for one in levels[cost])
+        kept |= dict.fromkeys(self._best(levels[max(levels)])[:1])
+        return list(kept | dict.fromkeys(self._best_static(ordered)))
 
     def _best(self, ordered: Sequence[Scored]) -> list[Candidate]:
-        """Return the best share of sorted candidates, with the best static layout."""
+        """Return the best share of candidates, with the best static layout."""
         by_goodput = sorted(ordered, key=lambda one: (-one.goodput_per_s, one.tightness(self.level)))
-        kept = [one.candidate for one in by_goodput[: max(2, round(len(ordered) / _SHARE))]]
-        static = next((one.candidate for one in by_goodput if one.candidate.is_static), None)
-        return kept if static is None or static in kept else [*kept, static]
+        kept = [one.candidate for one in by_goodput[: max(_KEPT, round(len(ordered) / _SHARE))]]
+        return list(dict.fromkeys([*kept, *self._best_static(by_goodput)]))
 
-    def _neighbours(
+    @staticmethod
+    def _best_static(ordered: Sequence[Scored]) -> list[Candidate]:
+        return [one.candidate for one in ordered if one.candidate.is_static][:1]
+
+    def _variants(
         self, forecasts: Mapping[Candidate, Forecast], survivors: Sequence[Candidate], size: int
     ) -> list[Candidate]:
-        """Simulate the next step budgets and the other host tiers of candidates."""
-        budgets = sorted({candidate.max_num_batched_tokens or 0 for candidate in forecasts})
-        ranks = {budget: rank for rank, budget in enumerate(budgets)}
-        places: defaultdict[Candidate, list[int]] = defaultdict(list)
-        for candidate in survivors:
-            places[candidate.family].append(ranks[candidate.max_num_batched_tokens or 0])
-        added = [
-            candidate
-            for candidate in forecasts
-            if candidate not in self.scored
-            and any(abs(ranks[candidate.max_num_batched_tokens or 0] - at) <= 1 for at in places.get(candidate.family, ()))
-        ]
+        """Simulate the other step budgets and host tiers of candidates."""
+        families = {candidate.family for candidate in survivors[:_VARIED]}
+        families |= {candidate.family for candidate in survivors if candidate.is_static}
+        added = [one for one in forecasts if one.family in families and one not in self.scored]
         self._measure(added, size)
         return added
 
-    def _measure(self, candidates: Iterable[Candidate], size: int) -> None:
-        """Simulate all seeds of the candidates with `size` requests each."""
-        work = [
-            Work(candidate=candidate, seed=seed, num_requests=size)
-            for candidate in candidates
-            for seed in range(self.num_seeds)
-        ]
+    def _race(self, ordered: Sequence[Scored], size: int) -> None:
+        """Simulate the last candidates with all seeds, best first, and leave out those that cannot win any more.
+
+        The best static layout and the best of the highest cost are simulated in any case.
+        """
+        most = max(ordered, key=lambda one: one.cost)
+        always = {most.candidate, *self._best_static(ordered)}
+        best: Scored | None = None
+        for one in ordered:
+            if best is None or one.candidate in always or self._may_win(one, best):
+                self._measure([one.candidate], size, num_seeds=self.num_seeds)
+                best = min([one for one in (best, self.scored[one.candidate]) if one is not None], key=self._key)
+
+    def _may_win(self, one: Scored, best: Scored) -> bool:
+        """Return True if a candidate may be better than the best so far. Longer samples seldom raise the goodput."""
+        if best.attainment >= self.attainment and one.cost != best.cost:
+            return one.cost < best.cost
+        return one.goodput_per_s > best.goodput_per_s * (1 + _EQUAL)
+
+    def _measure(self, candidates: Iterable[Candidate], size: int, num_seeds: int | None = None) -> None:
+        """Simulate candidates with `size` requests of each seed. `num_seeds` is half of all if None."""
+        seeds = range(num_seeds or max(1, self.num_seeds // 2))
+        work = [Work(candidate=one, seed=seed, num_requests=size) for one in candidates for seed in seeds]
         outcomes = self.simulate(work)
         for candidate in dict.fromkeys(one.candidate for one in work):
             own = tuple(outcomes[one] for one in work if one.candidate == candidate)
@@ -276,7 +294,8 @@ def _efficient(
     levels: Mapping[float, Sequence[Candidate]], forecasts: Mapping[Candidate, Forecast]
 ) -> list[Sequence[Candidate]]:
     """Return the levels of ascending costs, without those whose forecasts are no better than at a lower cost."""
-    kept, least = [], math.inf
+    kept: list[Sequence[Candidate]] = []
+    least = math.inf
     for cost in sorted(levels):
         best = min(forecasts[candidate].tightness for candidate in levels[cost])
         if best < _INEFFICIENT * least or not kept:
@@ -300,7 +319,13 @@ def _first(
 
 
 def max_rate(
-    simulate: Simulate, candidates: Sequence[Candidate], rate: float, *, num_requests: int, seeds: int, attainment: float
+    simulate: Simulate,
+    candidates: Sequence[Candidate],
+    rate: float,
+    *,
+    num_requests: int,
+    seeds: int,
+    attainment: float,
 ) -> float | None:
     """Find the highest rate below `rate` that one of the candidates serves within the level, to 5 %.
 
