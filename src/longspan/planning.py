@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspan import limits
+from longspan.core.fleets import parse_fleet
 from longspan.core.options import at_least_one
 from longspan.core.splits import ParallelSpec
 from longspan.cost.step_cost import RooflineCost
@@ -30,11 +31,14 @@ from longspan.planner.candidates import OFFLINE_POLICIES, POLICIES, STEP_BUDGETS
 from longspan.planner.demand import Demand, demand_of
 from longspan.planner.pruning import Estimator, Forecast, prune
 from longspan.planner.ranking import Search, max_rate
-from longspan.planner.values import Plan, Pruned, Question
+from longspan.planner.samples import recorded_times
+from longspan.planner.values import Current, Plan, Pruned, Question, RecordedTime
 from longspan.sim.spec import HardwareSpec, ServiceLevel
 from longspan.simulation import read_profile
-from longspan.workload.requests import is_drawn
+from longspan.workload.recorded import recorded_layout
+from longspan.workload.requests import is_drawn, make_workload
 from longspan.workload.spec import WorkloadSpec
+from longspan.workload.traces import read_trace
 
 if TYPE_CHECKING:
     from longspan.cost.forward import Roofline
@@ -47,6 +51,8 @@ _FILLS = 3
 _HOST_KV_GIB = 64.0
 """Memory of each host that a plan may use for KV, if prompts share prefixes or phases alternate."""
 _DEMAND_REQUESTS = 1000
+_ENGINE_STEP = 2048
+"""Step budget of a recorded engine whose options do not give it."""
 
 Progress = Callable[[int, int], object]
 """Gets the numbers of finished simulations, and of all simulations that are known so far."""
@@ -64,6 +70,7 @@ def plan(
     devices: HardwareSpec = HardwareSpec(),
     gpus_per_host: int = 8,
     profiles: Sequence[Path | str] = (),
+    current: str | None = None,
     fewer: bool = True,
     layouts: Sequence[str] = (),
     policies: Sequence[str] = (),
@@ -84,6 +91,8 @@ def plan(
         attainment: the fraction of requests that must meet the level.
         prices: of one device and hour, by name. Without prices, fewer devices are better.
         profiles: profiles of a machine in place of hardware, one for each tp.
+        current: the layout that serves the workload now, such as `4xtp2`. The policy is that of a recorded trace, or
+            `auto`. If the trace has times, the answer has the errors of their simulation.
         fewer: also search layouts on fewer devices.
         layouts: only these, such as `4xtp2` or `2xtp4 prefill + tp8 decode`.
         policies, step_budgets, host_kv_gib: only these, in place of a selection for the workload.
@@ -144,12 +153,16 @@ def plan(
             costs={candidate: question.cost(candidate) for candidate in forecasts},
         )
         search.run(forecasts)
+        now = None if current is None else _current(setup, names[0], current)
+        if now is not None:
+            search.include(now, question.cost(now))
         ranked, winner, baseline, notes = ranked_of(search.sorted(), question, partial(_command, setup))
         highest = None
         if winner is not None and not winner.meets and math.isfinite(rate) and level.is_given:
             best = [one.candidate for one in ranked[:2]]
             highest = max_rate(simulate, best, rate, num_requests=num_requests // 2, seeds=seeds, attainment=attainment)
         num_simulated = simulate.num_requests
+    row = next((one for one in ranked if one.candidate == now), None)
     return Plan(
         question=question,
         ranked=ranked,
@@ -160,6 +173,7 @@ def plan(
         max_rate=highest,
         num_simulated_requests=num_simulated,
         notes=notes,
+        current=None if row is None or now is None else Current(ranked=row, times=_recorded_times(setup, now)),
     )
 
 
@@ -221,6 +235,39 @@ def _num_requests(spec: WorkloadSpec, demand: Demand, forecasts: Mapping[Candida
         in_flight = demand.rate * seconds
     num = min(_MAX_REQUESTS, max(_NUM_REQUESTS, math.ceil(_FILLS * in_flight)))
     return num if is_drawn(spec) else min(num, len(whole(spec).arrivals))
+
+
+# ---------------------------------------------------------------- the recorded layout
+
+
+def _current(setup: Setup, hardware: str, layout: str) -> Candidate:
+    """Return the candidate of a layout, with the settings that a recording has."""
+    cluster = parse_fleet(layout)
+    trace, recorded = Path(setup.workload.workload), None
+    if trace.is_file() and not is_drawn(setup.workload):
+        recorded = recorded_layout(trace)
+    options = {} if recorded is None else {"max_num_batched_tokens": _ENGINE_STEP, **recorded.get("options", {})}
+    policy = "auto" if cluster.decode_spec is None else "tetris"
+    return Candidate(
+        hardware=hardware,
+        spec=cluster.spec,
+        decode=cluster.decode_spec,
+        policy=policy if recorded is None else str(recorded["policy"]),
+        policy_options=() if recorded is None else tuple(sorted(recorded.get("policy_options", {}).items())),
+        max_num_batched_tokens=options.get("max_num_batched_tokens"),
+        host_kv_gib=float(options.get("host_kv_gib") or 0.0),
+    )
+
+
+def _recorded_times(setup: Setup, candidate: Candidate) -> tuple[RecordedTime, ...]:
+    """Simulate a trace at its own times, and compare with its recorded times. Empty if there are none."""
+    if is_drawn(setup.workload):
+        return ()
+    requests = read_trace(Path(setup.workload.workload), num=setup.workload.num_requests)
+    if not any(request.ttft_s or request.tpot_s for request in requests):
+        return ()
+    own = make_workload(replace(setup.workload, rate=None))
+    return recorded_times(experiment_of(setup, candidate).run(own), requests)
 
 
 # ---------------------------------------------------------------- estimates

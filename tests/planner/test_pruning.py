@@ -49,13 +49,13 @@ def space(max_gpus: int, **options: object) -> Space:
     return Space(hardware=(HARDWARE,), max_gpus=max_gpus, num_layers=32, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("rate", "ttft", "tbt"), [(0.4, 4.0, 0.1), (1.0, 3.0, 0.05), (1.6, 6.0, 0.2)])
+@pytest.mark.parametrize(("rate", "ttft", "tbt"), [(0.4, 4.0, 0.1), (1.2, 6.0, 0.2)])
 def test_the_best_of_a_small_space_is_never_pruned(rate: float, ttft: float, tbt: float) -> None:
     setup, demand = question(rate, ttft=ttft, tbt=tbt)
-    small = space(4, fewer=False, policies=("chunked",), step_budgets=(2048, 8192))
+    small = space(4, fewer=False, policies=("chunked",), step_budgets=(2048,))
     kept = kept_of(setup, small, demand)
     goodput = {
-        one: fmean(run(setup, Work(candidate=one, seed=seed, num_requests=40)).goodput_per_s for seed in (0, 1))
+        one: fmean(run(setup, Work(candidate=one, seed=seed, num_requests=30)).goodput_per_s for seed in (0,))
         for one in candidates(small)
     }
     highest = max(goodput.values())

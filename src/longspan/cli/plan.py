@@ -25,7 +25,7 @@ from longspan.workload.spec import WorkloadSpec
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from longspan.planner.values import Interval, Plan, Question, Ranked
+    from longspan.planner.values import Current, Interval, Plan, Question, Ranked
 
 _search = partial(Option, group="Search")
 _MAX_LOST = 5
@@ -34,6 +34,10 @@ _MAX_LOST = 5
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _paths(texts: Sequence[str]) -> tuple[Path, ...]:
+    return tuple(map(Path, texts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +55,17 @@ class SearchOptions:
             "Instead of hardware: a profile that longspan profile measured. Repeatable, one for each tp.",
             metavar="FILE",
             repeatable=True,
-            read=lambda texts: tuple(map(Path, texts)),
+            read=_paths,
         ),
     ] = ()
     attainment: Annotated[float, _search("Fraction of requests that must meet the service level.")] = 0.99
     prices: Annotated[
         Path | None,
         _search("TOML or JSON file with the price of one device and hour by name: h100-sxm-80g = 2.5.", metavar="FILE"),
+    ] = None
+    current: Annotated[
+        str | None,
+        _search("The layout that serves the workload now: its error in the simulation, then its rank.", metavar="SPEC"),
     ] = None
     as_json: Annotated[bool, _search("Print one JSON object and no table.", name="json")] = False
 
@@ -91,6 +99,7 @@ def plan(
             devices=hardware,
             gpus_per_host=search.gpus_per_host,
             profiles=search.profile,
+            current=search.current,
             progress=progress,
         )
     if search.as_json:
@@ -139,6 +148,8 @@ def _print(answer: Plan) -> None:
             note(text)
         return
     question = answer.question
+    if answer.current is not None:
+        _print_current(answer.current)
     Console().print(_front(answer.ranked, question))
     if winner.meets:
         print(f"start it: {winner.command}")
@@ -157,6 +168,19 @@ def _print(answer: Plan) -> None:
         print("error of the model: nothing was measured on this kind of device, see docs/cost.md")
     pruned, simulated = len(answer.pruned), len(answer.ranked)
     print(f"{simulated} candidates were simulated with {answer.num_simulated_requests:,} requests, {pruned:,} pruned")
+
+
+def _print_current(current: Current) -> None:
+    """Print the errors of the simulation on the recorded layout, and the layout's numbers."""
+    ranked = current.ranked
+    print(f"now: {ranked.candidate}")
+    for time in current.times:
+        recorded, simulated = seconds(time.recorded_s), seconds(time.simulated_s)
+        print(f"  {time.what}: recorded {recorded}, simulated {simulated}, error {time.error:+.1f} %")
+    if not current.times:
+        print("  the trace has no recorded times, so the error of the simulation is unknown")
+    goodput = number(ranked.goodput_per_s.mean)
+    print(f"  {goodput} good requests/s, {ranked.attainment.mean:.1%} of requests meet the level")
 
 
 def _front(ranked: Sequence[Ranked], question: Question) -> Table:

@@ -142,6 +142,11 @@ class Search:
             self._measure(measured, size)
         self._race(self._sorted(self._survivors(self._sorted(measured))), sizes[-1])
 
+    def include(self, candidate: Candidate, cost: float) -> None:
+        """Simulate a candidate with all requests, as the last ones are."""
+        self.costs = {**self.costs, candidate: cost}
+        self._measure([candidate], self.num_requests, num_seeds=self.num_seeds)
+
     def sorted(self) -> list[Scored]:
         """Return all simulated candidates, best first. A longer sample counts more than a shorter one."""
         return sorted(self.scored.values(), key=lambda one: (-one.num_requests, self._key(one)))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from longspan.planner.candidates import Candidate
+from longspan.planner.values import RecordedTime
 from longspan.sim.run import Result, percentile
 from longspan.sim.spec import ServiceLevel
 from longspan.workload.arrivals import Arrival, Workload
+from longspan.workload.traces import RequestSpec
 
 _WARM_UP = 0.2
 """Share of the requests of a sample that fill the instances first, and are not counted."""
@@ -100,6 +104,21 @@ def outcome_of(result: Result, workload: Workload, level: ServiceLevel, rate: fl
         tbt_p99_s=percentile(counted.tpots_s, 99),
         num_requests=len(workload.arrivals),
     )
+
+
+def recorded_times(result: Result, requests: Sequence[RequestSpec]) -> tuple[RecordedTime, ...]:
+    """Compare percentiles of a recorded run with those of its simulation, over requests with recorded times."""
+    pairs = {
+        "TTFT": [(requests[one.index].ttft_s, one.ttft_s) for one in result.served],
+        "TPOT": [(requests[one.index].tpot_s, one.mean_tbt_s) for one in result.served if one.tbt_s],
+    }
+    times = []
+    for name, both in pairs.items():
+        known = np.array([(recorded, simulated) for recorded, simulated in both if recorded])
+        for percent in (50, 90, 99) if len(known) else ():
+            recorded_s, simulated_s = np.percentile(known, percent, axis=0).tolist()
+            times.append(RecordedTime(what=f"P{percent} {name}", recorded_s=recorded_s, simulated_s=simulated_s))
+    return tuple(times)
 
 
 Simulate = Callable[[list[Work]], dict[Work, Outcome]]

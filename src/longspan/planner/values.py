@@ -104,6 +104,37 @@ class ModelError:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedTime:
+    """A percentile of a recorded run, and the same of its simulation on the recorded layout."""
+
+    what: str
+    recorded_s: float
+    simulated_s: float
+
+    @property
+    def error(self) -> float:
+        """The error of the simulation, in per cent of the recorded time."""
+        return 100 * (self.simulated_s / self.recorded_s - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Current:
+    """The layout that serves the workload now.
+
+    Attributes:
+        ranked: its simulated numbers, like those of the alternatives.
+        times: recorded times with their simulation. Empty if the trace has none.
+    """
+
+    ranked: Ranked
+    times: tuple[RecordedTime, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        times = [{**asdict(time), "error_percent": time.error} for time in self.times]
+        return {"ranked": self.ranked.as_json(), "times": times}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The answer.
 
@@ -115,6 +146,7 @@ class Plan:
         max_rate: the highest rate that the winner serves within the service level, if it misses it at the given rate.
         num_simulated_requests: requests of all simulations.
         notes: sentences about the search and the choice.
+        current: the layout of the question that serves the workload now, if it names one.
     """
 
     question: Question
@@ -126,6 +158,7 @@ class Plan:
     max_rate: float | None = None
     num_simulated_requests: int
     notes: tuple[str, ...] = ()
+    current: Current | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -138,4 +171,5 @@ class Plan:
             "max_rate": self.max_rate,
             "num_simulated_requests": self.num_simulated_requests,
             "notes": list(self.notes),
+            "current": None if self.current is None else self.current.as_json(),
         }
