@@ -177,7 +177,7 @@ def plan(
     )
 
 
-# ---------------------------------------------------------------- what was asked
+# ---------------------------------------------------------------- the question
 
 
 def _measured(names: Sequence[str], profiles: Sequence[Path | str]) -> dict[int, tuple[str, str]]:
@@ -267,7 +267,8 @@ def _recorded_times(setup: Setup, candidate: Candidate) -> tuple[RecordedTime, .
     if not any(request.ttft_s or request.tpot_s for request in requests):
         return ()
     own = make_workload(replace(setup.workload, rate=None))
-    return recorded_times(experiment_of(setup, candidate).run(own), requests)
+    ttfts_s, tpots_s = [one.ttft_s for one in requests], [one.tpot_s for one in requests]
+    return recorded_times(experiment_of(setup, candidate).run(own), ttfts_s, tpots_s)
 
 
 # ---------------------------------------------------------------- estimates

@@ -1,4 +1,4 @@
-"""`longspan plan`: what it prints, its exit codes, stored simulations, processes, and recorded layouts."""
+"""`longspan plan`: its output, its exit codes, stored simulations, processes, and recorded layouts."""
 
 from __future__ import annotations
 

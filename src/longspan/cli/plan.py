@@ -81,8 +81,8 @@ def plan(
 ) -> int:
     """Find the hardware, layout and policy that serve a workload within a service level, and the command for it.
 
-    Estimates prune the candidates, and simulations over several seeds rank the others. They run on all cores. Results
-    are stored, so that an interrupted plan continues. The exit code is 1 if no candidate meets the level.
+    Estimates prune the candidates, and simulations over several seeds on all cores rank the remaining ones. Results are
+    stored, so that an interrupted plan continues. The exit code is 1 if no candidate meets the level.
     """
     from longspan import planning  # noqa: PLC0415 - other verbs need no simulator
 

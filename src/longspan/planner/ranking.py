@@ -251,7 +251,7 @@ class Search:
         return added
 
     def _race(self, ordered: Sequence[Scored], size: int) -> None:
-        """Simulate the last candidates with all seeds, best first, and leave out those that cannot win any more.
+        """Simulate the last candidates with all seeds, best first. A candidate that cannot win any more is left out.
 
         The best static layout and the best of the highest cost are simulated in any case.
         """
@@ -298,7 +298,7 @@ def _representatives(forecasts: Mapping[Candidate, Forecast]) -> list[Candidate]
 def _efficient(
     levels: Mapping[float, Sequence[Candidate]], forecasts: Mapping[Candidate, Forecast]
 ) -> list[Sequence[Candidate]]:
-    """Return the levels of ascending costs, without those whose forecasts are no better than at a lower cost."""
+    """Return the levels of ascending costs. A level is left out if a lower cost has as good a forecast."""
     kept: list[Sequence[Candidate]] = []
     least = math.inf
     for cost in sorted(levels):

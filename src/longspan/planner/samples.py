@@ -13,7 +13,6 @@ from longspan.planner.values import RecordedTime
 from longspan.sim.run import Result, percentile
 from longspan.sim.spec import ServiceLevel
 from longspan.workload.arrivals import Arrival, Workload
-from longspan.workload.traces import RequestSpec
 
 _WARM_UP = 0.2
 """Share of the requests of a sample that fill the instances first, and are not counted."""
@@ -106,11 +105,13 @@ def outcome_of(result: Result, workload: Workload, level: ServiceLevel, rate: fl
     )
 
 
-def recorded_times(result: Result, requests: Sequence[RequestSpec]) -> tuple[RecordedTime, ...]:
-    """Compare percentiles of a recorded run with those of its simulation, over requests with recorded times."""
+def recorded_times(
+    result: Result, ttfts_s: Sequence[float | None], tpots_s: Sequence[float | None]
+) -> tuple[RecordedTime, ...]:
+    """Compare percentiles of recorded times with those of their simulation. Requests without a time are left out."""
     pairs = {
-        "TTFT": [(requests[one.index].ttft_s, one.ttft_s) for one in result.served],
-        "TPOT": [(requests[one.index].tpot_s, one.mean_tbt_s) for one in result.served if one.tbt_s],
+        "TTFT": [(ttfts_s[one.index], one.ttft_s) for one in result.served],
+        "TPOT": [(tpots_s[one.index], one.mean_tbt_s) for one in result.served if one.tbt_s],
     }
     times = []
     for name, both in pairs.items():
