@@ -1,4 +1,4 @@
-"""A small load for a server: questions about texts of several lengths, at random times.
+"""A small load for a server: questions about texts of several lengths, at random times or by a number of clients.
 
 Real measurements use guidellm, aiperf or `vllm bench serve`, see docs/benchmarking.md.
 """
@@ -9,9 +9,9 @@ import argparse
 import json
 import os
 import random
-import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pydoc_data.topics import topics
 
 MANUAL = "\n\n".join(topics.values())
@@ -24,18 +24,20 @@ def main() -> None:
     parser.add_argument("--url", default="http://localhost:8000")
     parser.add_argument("--num-requests", type=int, default=12)
     parser.add_argument("--rate", type=float, default=0.5, help="requests per second")
+    parser.add_argument("--concurrency", type=int, help="instead: clients, each with one request at a time")
     parser.add_argument("--lengths", type=int, nargs="+", default=(1_000, 4_000, 16_000), help="in characters")
     options = parser.parse_args()
     draw = random.Random(0)
-    threads = []
-    for number in range(options.num_requests):
-        start = draw.randrange(len(MANUAL) - max(options.lengths))
-        text = MANUAL[start : start + draw.choice(options.lengths)]
-        threads.append(threading.Thread(target=ask, args=(options.url, number, text)))
-        threads[-1].start()
-        time.sleep(draw.expovariate(options.rate))
-    for thread in threads:
-        thread.join()
+    answers = []
+    with ThreadPoolExecutor(options.concurrency or options.num_requests) as clients:
+        for number in range(options.num_requests):
+            start = draw.randrange(len(MANUAL) - max(options.lengths))
+            text = MANUAL[start : start + draw.choice(options.lengths)]
+            answers.append(clients.submit(ask, options.url, number, text))
+            if options.concurrency is None:
+                time.sleep(draw.expovariate(options.rate))
+    for answer in answers:
+        answer.result()  # raises what the request raised
 
 
 def ask(url: str, number: int, text: str) -> None:

@@ -302,7 +302,7 @@ def _all_served(experiment: Experiment, workload: Workload) -> tuple[Served, ...
     result = experiment.run(workload)
     if result.refused or result.truncated:
         cut = len(result.truncated)
-        raise SystemExit(f"{experiment.scheduling.policy} refuses {dict(result.refused)} and cuts {cut}: no means")
+        raise SystemExit(f"{experiment.scheduling.policy} refuses {result.refused} and cuts {cut}: no means")
     return result.served
 
 

@@ -51,9 +51,13 @@ def test_the_agent_calls_its_tool(
     assert re.match(r"weather\({'city': '(Oslo|Rome)'}\) = \1: rain, \d\d degrees\n", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("times", [("--rate", "100"), ("--concurrency", "2")])
 def test_the_load_is_answered(
-    agent_server: ServerProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    times: tuple[str, str],
+    agent_server: ServerProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    load = ("--url", url_of(agent_server), "--num-requests", "3", "--rate", "100", "--lengths", "500")
+    load = ("--url", url_of(agent_server), "--num-requests", "3", *times, "--lengths", "500")
     run_example("load.py", *load, monkeypatch=monkeypatch)
     assert capsys.readouterr().out.count(" answered in ") == 3

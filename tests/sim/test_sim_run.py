@@ -299,7 +299,7 @@ def test_a_request_beyond_capacity_is_refused_with_its_later_turns() -> None:
         think_s=0.0,
     )
     result = run(asked, num_blocks=64, max_model_len=1024)
-    assert sorted(result.refused) == [2, 3] and "2000 tokens" in result.refused[2]
+    assert sorted(result.refused) == [2, 3] and "2000 tokens" in result.refused[2].reason
     assert [one.index for one in result.served] == [0, 1, 4, 5]
 
 
@@ -331,11 +331,17 @@ def test_the_numbers_are_those_of_the_requests() -> None:
     asked = [Arrival(due_s=2.0 * place, prompt=prompt_of(place, 10), output_len=place + 1) for place in range(2)]
     result = run(asked, cost=cost)
     assert result.summary() == {
+        "ttft_mean_s": 1.0,
         "ttft_p50_s": 1.0,
         "ttft_p99_s": 1.0,
+        "tpot_mean_s": 1.0,
+        "tpot_p50_s": 1.0,
+        "tpot_p99_s": 1.0,
         "tbt_p50_s": 1.0,
         "tbt_p99_s": 1.0,
         "e2e_p50_s": 1.5,
+        "throughput_requests_per_s": 2 / 4,
+        "throughput_output_tokens_per_s": 3 / 4,
         "throughput_tokens_per_s": 23 / 4,
         "max_queue": 0,
         "utilisation": 3 / 4,
@@ -348,6 +354,24 @@ def test_the_numbers_are_those_of_the_requests() -> None:
         "num_output_tokens": 3,
         "num_cached_tokens": 0,
     }
+
+
+def test_tpot_is_a_mean_of_each_request_and_tbt_is_of_all_tokens() -> None:
+    """As vLLM's benchmark: (E2E - TTFT) / (output tokens - 1), and requests with a single token have no TPOT."""
+    asked = [
+        Arrival(due_s=0.0, prompt=prompt_of(place, 100 * (place + 1)), output_len=[1, 2, 30][place])
+        for place in range(3)
+    ]
+    result = run(asked)
+    expected = [(one.e2e_s - one.ttft_s) / (one.num_output_tokens - 1) for one in result.served[1:]]
+    summary = result.summary()
+    assert len(set(expected)) == 2 and len(result.tbts_s) == 30
+    assert result.tpots_s == pytest.approx(expected)
+    assert summary["tpot_mean_s"] == pytest.approx(sum(expected) / 2)
+    assert summary["tpot_p99_s"] == pytest.approx(min(expected) + 0.99 * (max(expected) - min(expected)))
+    low_s, high_s = sorted(result.tbts_s)[14:16]
+    assert summary["tbt_p50_s"] == pytest.approx((low_s + high_s) / 2)
+    assert run(asked[:1]).summary()["tpot_mean_s"] is None
 
 
 def test_the_longest_queue_is_told() -> None:

@@ -303,6 +303,9 @@ def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("--profile", "P", "--rate", "0"), "--rate must be above 0"),
         (("--profile", "P", "--rate", "1", "--num-requests", "0"), "--num-requests must be at least 1"),
         (("--profile", "P", "--rate", "1", "--turns", "0"), "--turns must be at least 1"),
+        (("--profile", "P", "--rate", "1", "--concurrency", "2"), "--rate 1.0 excludes"),
+        (("--profile", "P", "--offline", "--batch-size", "2"), "--offline True excludes"),
+        (("--profile", "P", "--concurrency", "2", "--find-max-rate"), "--concurrency and --batch-size ignore"),
         (
             ("--profile", "P", "--rate", "1", "--turns", "2", "--think-time", "inf"),
             "number of at most 1e+15, but inf given",
@@ -413,6 +416,16 @@ def test_rules_use_the_speeds_and_links_of_instances(link: str, flows: int) -> N
     hardware = found.facts.hardware
     assert hardware is not None and hardware.flops_per_s == 8 * 312e12
     assert hardware.bytes_per_s == pytest.approx(8 / flows * catalog.link(link).bytes_per_s)
+
+
+def test_clients_of_a_closed_loop_are_an_option(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Little's law: the mean number of requests under way is throughput times mean time of a request."""
+    base = ("--profile", str(profile), "--policy", "chunked", "--gpus-per-host", "2", "--num-requests", "40")
+    found = simulated(capsys, *base, "--output-len", "20", "--concurrency", "4")
+    e2e_s = found["ttft_mean_s"] + 19 * found["tpot_mean_s"]
+    assert 3 < found["throughput_requests_per_s"] * e2e_s <= 4 + 1e-6
+    batches = simulated(capsys, *base, "--output-len", "20", "--batch-size", "4")
+    assert batches["makespan_s"] > found["makespan_s"]
 
 
 @pytest.mark.parametrize("turns", [1, 3])

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from longspan.workload.arrivals import Workload
 
 FlatNumbers = dict[str, float | int | None]
-Numbers = dict[str, float | int | dict[str, float] | None]
+Numbers = dict[str, float | int | dict[str, float] | dict[str, FlatNumbers] | None]
+_NUMBERS_OF_CLASS = ("slo_attainment", "goodput_requests_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
 _results = partial(Option, group="Results")
 
 
@@ -108,7 +109,7 @@ def simulate(
     if results.find_max_rate and len(experiments) > 1 and not level.is_given:
         note("each max_rate is relative to the policy's own light load: give --slo-ttft or --slo-tbt to compare")
     records = [] if recorded is None else [recorded]
-    numbers_of: dict[str, Numbers] = {record.policy: {**record.result.summary(level)} for record in records}
+    numbers_of: dict[str, Numbers] = {record.policy: _numbers(record.result, level) for record in records}
     for experiment in experiments:
         name = experiment.scheduling.policy if len(experiments) > 1 else experiment.policy().name
         record, numbers_of[name] = _run(experiment, requests, workload, level, results, name)
@@ -192,10 +193,9 @@ def _run(
     timeline = Timeline()
     observers = timeline.observers(experiment.cost) if results.report or results.trace else None
     result = experiment.run(requests, observers, title=f"requests, {policy}")
-    numbers: Numbers = {**result.summary(level)}
+    numbers = _numbers(result, level)
     if workload.offline:
         numbers |= {
-            "throughput_requests_per_s": len(result.served) / result.makespan_s if result.makespan_s else None,
             "num_transitions": len(result.transitions),
             "phase_s": dict(result.phase_s),
         }
@@ -210,10 +210,24 @@ def _run(
     return Record(policy=policy, cluster=experiment.cluster, result=result, timeline=timeline), numbers
 
 
+def _numbers(result: Result, level: ServiceLevel) -> Numbers:
+    numbers: Numbers = {**result.summary(level)}
+    if level.classes:
+        numbers["classes"] = {name: _of_class(part, level) for name, part in result.by_class(level).items()}
+    return numbers
+
+
+def _of_class(part: Result, level: ServiceLevel) -> FlatNumbers:
+    summary = part.summary(level)
+    num_requests = len(part.served) + len(part.refused)
+    return {"num_requests": num_requests} | {name: summary[name] for name in _NUMBERS_OF_CLASS}
+
+
 def _print_refused(result: Result, name: str) -> None:
     """Print to stderr which requests were refused or truncated."""
     if result.refused:
-        index, reason = next(iter(sorted(result.refused.items())))
+        index = min(result.refused)
+        reason = result.refused[index].reason
         note(f"{name}{len(result.refused)} requests were refused, the first, {index}: {reason}")
     if result.truncated:
         first = result.truncated[0]
@@ -277,6 +291,7 @@ def _check_results(results: ResultOptions, workload: WorkloadSpec, level: Servic
         "--trace": results.trace,
         "--slo-ttft": level.slo_ttft,
         "--slo-tbt": level.slo_tbt,
+        "--slo-class": level.classes,
     }
     for flag, value in single_run.items():
         if value and results.profile_improvement_rates:
@@ -287,6 +302,10 @@ def _check_results(results: ResultOptions, workload: WorkloadSpec, level: Servic
         raise ValueError(
             "--offline and --rate inf let all requests arrive at once, but --find-max-rate varies the time between "
             "them: give a number"
+        )
+    if results.find_max_rate and workload.is_closed_loop:
+        raise ValueError(
+            "--find-max-rate varies the times of requests, which --concurrency and --batch-size ignore: leave one out"
         )
     for flag, path in (("--report", results.report), ("--trace", results.trace)):
         if path is not None:
@@ -359,10 +378,14 @@ def _flat(numbers: Numbers) -> FlatNumbers:
     """Return all numbers with names: a number of a group is named after the group and itself, as `phase_decode_s`."""
     flat: FlatNumbers = {}
     for name, value in numbers.items():
-        if isinstance(value, dict):
-            flat |= {f"{name.removesuffix('_s')}_{key}_s": seconds for key, seconds in value.items()}
-        else:
+        if not isinstance(value, dict):
             flat[name] = value
+            continue
+        for key, item in value.items():
+            if isinstance(item, dict):
+                flat |= {f"{key} {inner}": number for inner, number in item.items()}
+            else:
+                flat[f"{name.removesuffix('_s')}_{key}_s"] = item
     return flat
 
 

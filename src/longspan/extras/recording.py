@@ -18,7 +18,7 @@ from longspan.core.steps import Completion, Forward, MoveKV, Reshard
 from longspan.extras.timeline import Record, Timeline, moment_of
 from longspan.extras.trace import chrome_trace
 from longspan.sim.executor import MoveTiming, StepTiming
-from longspan.sim.run import Result, Served
+from longspan.sim.run import Refused, Result, Served
 from longspan.workload.spec import BLOCK_LEN
 
 _log = logging.getLogger("longspan")
@@ -45,7 +45,7 @@ class Recorder:
         self._timeline = Timeline(latest=_MAX_BLOCKS)
         self._watch = self._timeline.observers(None)
         self._served: deque[Served] = deque()
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, Refused] = {}
         self._block_ids: dict[int, list[int]] = {}
         self._steps: dict[int, tuple[Forward, float]] = {}
         """Forwards in flight and the time when each was sent, by number."""
@@ -84,7 +84,8 @@ class Recorder:
         assert finished_s is not None, "it has ended"
         arrival_s = metrics.arrival_s - begin_s
         if metrics.ttft_s is None or arrival_s < 0:
-            self._failed[request.id] = f"{reason}, without a recorded first token"
+            problem = f"{reason}, without a recorded first token"
+            self._failed[request.id] = Refused(reason=problem, num_prompt_tokens=len(request.prompt))
             self._forget(request.id)
             return
         if len(self._served) == _MAX_REQUESTS:

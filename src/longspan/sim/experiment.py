@@ -97,7 +97,15 @@ class Experiment:
         config = EngineConfig.of(scheduling, self.cluster, policy, phases=self.facts.phases, swap=self._swap)
         with self.progress(title, len(workload.arrivals)) as finished:
             watch = replace(observers or Observers(), finished=finished)
-            return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
+            return simulate(
+                workload.arrivals,
+                config,
+                policy,
+                self.cost,
+                clients=workload.clients,
+                faults=self.faults,
+                watch=watch,
+            )
 
     def _swap(self, cluster: Cluster) -> SwapPrice:
         cost = self.cost if cluster == self.cluster else self.cost.resharded(cluster)

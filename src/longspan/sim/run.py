@@ -8,7 +8,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -22,8 +22,8 @@ from longspan.core.sampling import SamplingParams
 from longspan.core.transitions import Transition, phase_seconds
 from longspan.cost.step_cost import StepCost
 from longspan.sim.executor import MoveTiming, SimExecutor, StepTiming, VirtualClock
-from longspan.sim.spec import Faults, ServiceLevel
-from longspan.workload.arrivals import Arrival, TokenText
+from longspan.sim.spec import DEFAULT_CLASS, Faults, ServiceLevel
+from longspan.workload.arrivals import Arrival, Clients, ClosedLoop, TokenText
 
 _VOCAB_SIZE = 2**15
 _LOSS, _ARRIVAL = 0, 1
@@ -60,6 +60,7 @@ class Served:
         ttft_s: from its arrival to its first token.
         tbt_s: between its tokens, `[num_output_tokens - 1]`.
         num_missing_tokens: requested output tokens that were not generated. 0 unless the maximum length was reached.
+        slo_class: the class that the arrival names, if any.
     """
 
     index: int
@@ -71,6 +72,7 @@ class Served:
     num_output_tokens: int
     num_cached_tokens: int
     num_missing_tokens: int
+    slo_class: str = ""
 
     @property
     def e2e_s(self) -> float:
@@ -82,13 +84,22 @@ class Served:
         return sum(self.tbt_s) / len(self.tbt_s) if self.tbt_s else 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """A refused request. A later turn of a conversation counts its own tokens only."""
+
+    reason: str
+    num_prompt_tokens: int
+    slo_class: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """The result of a simulation, with all served and refused requests.
 
     Attributes:
         served: ordered by arrival index.
-        refused: reasons, by arrival index.
+        refused: by arrival index.
         makespan_s: from the start to the last token.
         busy_s: seconds per instance in which it had a step to run.
         max_queue: maximum number of waiting requests after planning.
@@ -99,7 +110,7 @@ class Result:
     """
 
     served: tuple[Served, ...]
-    refused: Mapping[int, str]
+    refused: Mapping[int, Refused]
     makespan_s: float
     busy_s: tuple[float, ...]
     max_queue: int
@@ -116,6 +127,11 @@ class Result:
         return np.array([request.ttft_s for request in self.served])
 
     @property
+    def tpots_s(self) -> NDArray[np.float64]:
+        """Mean times between tokens of the requests with at least two output tokens."""
+        return np.array([request.mean_tbt_s for request in self.served if request.tbt_s])
+
+    @property
     def tbts_s(self) -> NDArray[np.float64]:
         """Times between tokens, of all requests together."""
         return np.concatenate([np.frombuffer(r.tbt_s) for r in self.served if r.tbt_s] or [np.empty(0)])
@@ -130,8 +146,27 @@ class Result:
         return tuple(request for request in self.served if request.num_missing_tokens)
 
     def num_good(self, level: ServiceLevel) -> int:
-        """Count the requests that met a service level."""
-        return sum(level.met_by(ttft_s=request.ttft_s, mean_tbt_s=request.mean_tbt_s) for request in self.served)
+        """Count the requests that met the bounds of their class."""
+        return sum(
+            level.of(request.slo_class, request.num_prompt_tokens).met_by(
+                ttft_s=request.ttft_s, mean_tbt_s=request.mean_tbt_s
+            )
+            for request in self.served
+        )
+
+    def by_class(self, level: ServiceLevel) -> dict[str, Result]:
+        """Return the requests of each class of a service level, with the makespan of the whole run."""
+        served, refused = defaultdict[str, list[Served]](list), defaultdict[str, dict[int, Refused]](dict)
+        for request in self.served:
+            served[level.of(request.slo_class, request.num_prompt_tokens).name].append(request)
+        for index, other in self.refused.items():
+            refused[level.of(other.slo_class, other.num_prompt_tokens).name][index] = other
+        names = [*(slo_class.name for slo_class in level.classes), DEFAULT_CLASS]
+        return {
+            name: replace(self, served=tuple(served[name]), refused=refused[name])
+            for name in names
+            if name in served or name in refused
+        }
 
     def attainment(self, level: ServiceLevel) -> float:
         """Return the fraction of all requests, including refused requests, that met a service level."""
@@ -140,21 +175,29 @@ class Result:
     def summary(self, level: ServiceLevel | None = None) -> dict[str, float | int | None]:
         """Return the metrics that `longspan simulate --json` prints. A metric without data is None.
 
-        Throughput counts the tokens of prompts and answers. Utilisation is the fraction of the makespan in which an
-        instance had a step to run, averaged over all instances. With a service level, goodput counts the requests that
-        met it, per second of the makespan.
+        TPOT is a request's mean time between tokens, of requests with at least two, as in vLLM's benchmark. TBT is of
+        all tokens together. Throughput counts the tokens of prompts and answers. Utilisation is the fraction of the
+        makespan in which an instance had a step to run, averaged over all instances. With a service level, goodput
+        counts the requests that met it, per second of the makespan.
         """
-        makespan_s, ttft, tbt = self.makespan_s, self.ttfts_s, self.tbts_s
+        makespan_s, ttft, tbt, tpot = self.makespan_s, self.ttfts_s, self.tbts_s, self.tpots_s
+        num_output_tokens = sum(request.num_output_tokens for request in self.served)
         good: dict[str, float | int | None] = {}
         if level is not None and level.is_given:
             good["goodput_requests_per_s"] = self.num_good(level) / makespan_s if makespan_s else None
             good["slo_attainment"] = self.attainment(level)
         return good | {
+            "ttft_mean_s": mean(ttft),
             "ttft_p50_s": percentile(ttft, 50),
             "ttft_p99_s": percentile(ttft, 99),
+            "tpot_mean_s": mean(tpot),
+            "tpot_p50_s": percentile(tpot, 50),
+            "tpot_p99_s": percentile(tpot, 99),
             "tbt_p50_s": percentile(tbt, 50),
             "tbt_p99_s": percentile(tbt, 99),
             "e2e_p50_s": percentile(np.array([request.e2e_s for request in self.served]), 50),
+            "throughput_requests_per_s": len(self.served) / makespan_s if makespan_s else None,
+            "throughput_output_tokens_per_s": num_output_tokens / makespan_s if makespan_s else None,
             "throughput_tokens_per_s": self.num_tokens / makespan_s if makespan_s else None,
             "max_queue": self.max_queue,
             "utilisation": sum(self.busy_s) / len(self.busy_s) / makespan_s if makespan_s else None,
@@ -164,9 +207,14 @@ class Result:
             "num_truncated": len(self.truncated),
             "num_preemptions": self.num_preemptions,
             "num_prompt_tokens": sum(request.num_prompt_tokens for request in self.served),
-            "num_output_tokens": sum(request.num_output_tokens for request in self.served),
+            "num_output_tokens": num_output_tokens,
             "num_cached_tokens": sum(request.num_cached_tokens for request in self.served),
         }
+
+
+def mean(values: NDArray[np.float64]) -> float | None:
+    """Return the mean. None without values."""
+    return float(np.mean(values)) if len(values) else None
 
 
 def percentile(values: NDArray[np.float64], percent: float) -> float | None:
@@ -180,17 +228,22 @@ def simulate(
     policy: Policy,
     cost: StepCost,
     *,
+    clients: Clients | None = None,
     faults: Faults | None = None,
     watch: Observers | None = None,
 ) -> Result:
     """Serve all arrivals, and return the results.
+
+    Args:
+        clients: send the requests in order, in a closed loop. None: they arrive at their times.
 
     Raises:
         ValueError: if the longest request does not fit the KV pools, or a fault names an unknown instance.
     """
     faults = faults or Faults()
     faults.check(config.cluster.num_instances)
-    simulation = _Simulation(arrivals, config, policy, cost, faults, watch or Observers())
+    watch = watch or Observers()
+    simulation = _Simulation(arrivals, config, policy, cost, clients=clients, faults=faults, watch=watch)
     with _frozen_objects(arrivals):
         return simulation.run()
 
@@ -216,6 +269,8 @@ class _Simulation:
         config: EngineConfig,
         policy: Policy,
         cost: StepCost,
+        *,
+        clients: Clients | None,
         faults: Faults,
         watch: Observers,
     ) -> None:
@@ -223,18 +278,20 @@ class _Simulation:
         self._clock = VirtualClock()
         self._engine = Engine(policy=policy, executor=self._executor(0.0), clock=self._clock, config=config)
         self._served: list[Served] = []
-        self._refused: dict[int, str] = {}
+        self._refused: dict[int, Refused] = {}
         self._indices: dict[int, int] = {}
         self._num_pending = len(arrivals)
         self._histories: dict[int, tuple[Sequence[int], ...]] = {}  # by later turn: the previous prompt and answer
         self._next_turns: dict[int, list[int]] = defaultdict(list)
         self._events: list[tuple[float, int, int]] = [(at_s, _LOSS, 0) for at_s in faults.lost_at_s]
         """Time, kind, and the index of an arrival."""
+        first_turns = [index for index, arrival in enumerate(arrivals) if arrival.follows is None]
         for index, arrival in enumerate(arrivals):
-            if arrival.follows is None:
-                self._events.append((arrival.due_s, _ARRIVAL, index))
-            else:
+            if arrival.follows is not None:
                 self._next_turns[arrival.follows].append(index)
+        self._loop = None if clients is None else ClosedLoop(clients, first_turns)
+        begin = first_turns if self._loop is None else self._loop.begin()
+        self._events += [(arrivals[index].due_s, _ARRIVAL, index) for index in begin]
         heapq.heapify(self._events)
 
     def _executor(self, ready_s: float) -> SimExecutor:
@@ -299,19 +356,21 @@ class _Simulation:
         try:
             request = self._engine.add(prompt, _params(arrival.output_len), cache_salt=arrival.cache_salt)
         except ValueError as error:
-            self._refuse(index, str(error))
+            self._refuse(index, str(error), len(prompt))
+            self._end_conversation(self._clock.now())
             return
         self._num_pending -= 1
         self._indices[request.id] = index
         if self._watch.admitted is not None:
             self._watch.admitted(request.id, index)
 
-    def _refuse(self, index: int, reason: str) -> None:
+    def _refuse(self, index: int, reason: str, num_tokens: int) -> None:
         """Refuse a request, and all later turns of its conversation."""
-        self._refused[index] = reason
+        slo_class = self._arrivals[index].slo_class
+        self._refused[index] = Refused(reason=reason, num_prompt_tokens=num_tokens, slo_class=slo_class)
         self._num_pending -= 1
         for next_turn in self._next_turns.pop(index, ()):
-            self._refuse(next_turn, reason)
+            self._refuse(next_turn, reason, len(self._arrivals[next_turn].prompt))
 
     def _finish(self, request: Request) -> None:
         index, metrics = self._indices.pop(request.id), request.metrics
@@ -326,13 +385,23 @@ class _Simulation:
             num_output_tokens=len(request.output),
             num_cached_tokens=metrics.num_cached_tokens,
             num_missing_tokens=self._arrivals[index].output_len - len(request.output),
+            slo_class=self._arrivals[index].slo_class,
         )
         self._served.append(served)
-        for turn in self._next_turns.pop(index, ()):
+        turns = self._next_turns.pop(index, ())
+        for turn in turns:
             self._histories[turn] = (request.prompt, tuple(request.output))
             heapq.heappush(self._events, (served.finished_s + self._arrivals[turn].due_s, _ARRIVAL, turn))
+        if not turns:
+            self._end_conversation(served.finished_s)
         if self._watch.finished is not None:
             self._watch.finished(len(self._served) + len(self._refused))
+
+    def _end_conversation(self, at_s: float) -> None:
+        """In a closed loop, let idle clients begin their next conversations."""
+        if self._loop is not None:
+            for turn in self._loop.ended():
+                heapq.heappush(self._events, (at_s + self._loop.think_s, _ARRIVAL, turn))
 
 
 @cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -49,6 +49,8 @@ _cluster = partial(Option, group="Cluster")
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 _faults = partial(Option, group="Faults")
 _level = partial(Option, group="Results", metavar="S")
+DEFAULT_CLASS = "other"
+"""The class of requests in results that are in no class of a service level."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,26 +271,112 @@ class Faults:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceLevel:
-    """Latency bounds of requests, by which policies are compared.
+class SloClass:
+    """Latency bounds of a class of requests. None bounds nothing.
+
+    Attributes:
+        name: its name in results. Requests of a trace may name it.
+        max_input_len: unnamed requests with at most this many prompt tokens are of the class.
 
     Raises:
         ParameterError: for a bound that is not positive and finite.
     """
 
-    slo_ttft: Annotated[float | None, _level("Count the requests whose TTFT is at most this many seconds.")] = None
-    slo_tbt: Annotated[float | None, _level("Count the requests whose mean TBT is at most this many seconds.")] = None
+    name: str
+    max_input_len: int | None = None
+    slo_ttft: float | None = None
+    slo_tbt: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("slo_ttft", "slo_tbt"):
+        for name in ("max_input_len", "slo_ttft", "slo_tbt"):
             if (value := getattr(self, name)) is not None and not (value > 0 and math.isfinite(value)):
-                raise ParameterError(name, f"must be above 0 seconds, but {value} given", value)
+                unit = "tokens" if name == "max_input_len" else "seconds"
+                raise ParameterError(name, f"must be above 0 {unit}, but {value} given", value)
 
-    @property
-    def is_given(self) -> bool:
-        return self.slo_ttft is not None or self.slo_tbt is not None
+    def __str__(self) -> str:
+        bounds = (self.max_input_len, self.slo_ttft, self.slo_tbt)
+        return ":".join([self.name, *("" if bound is None else f"{bound:g}" for bound in bounds)])
 
     def met_by(self, *, ttft_s: float, mean_tbt_s: float) -> bool:
         """Return True if a request met all given bounds."""
         bounds = ((ttft_s, self.slo_ttft), (mean_tbt_s, self.slo_tbt))
         return all(bound is None or value <= bound for value, bound in bounds)
+
+    @staticmethod
+    def parse(text: str) -> SloClass:
+        """Parse `NAME:MAX_INPUT_LEN:TTFT:TBT`, where all but the name may be empty."""
+        try:
+            name, length, ttft, tbt = text.split(":")
+            if not name:
+                raise ValueError
+            return SloClass(
+                name=name,
+                max_input_len=int(length) if length else None,
+                slo_ttft=float(ttft) if ttft else None,
+                slo_tbt=float(tbt) if tbt else None,
+            )
+        except ParameterError as error:
+            raise ValueError(f"{text}: {error}") from None
+        except ValueError:
+            problem = (
+                f"is NAME:MAX_INPUT_LEN:TTFT:TBT, such as chat:4096:1:0.05 or documents::30:, but {text!r:.60} given"
+            )
+            raise ValueError(problem) from None
+
+
+def _slo_classes(texts: Sequence[str]) -> tuple[SloClass, ...]:
+    return tuple(map(SloClass.parse, texts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceLevel:
+    """Latency bounds of requests, by which policies are compared.
+
+    Attributes:
+        classes: classes with bounds of their own. All other requests have `slo_ttft` and `slo_tbt`.
+
+    Raises:
+        ParameterError: for a bound that is not positive and finite, or classes of the same name.
+    """
+
+    slo_ttft: Annotated[float | None, _level("Count the requests whose TTFT is at most this many seconds.")] = None
+    slo_tbt: Annotated[float | None, _level("Count the requests whose mean TBT is at most this many seconds.")] = None
+    classes: Annotated[
+        tuple[SloClass, ...],
+        Option(
+            "Instead, for requests that name this class or have at most MAX_INPUT_LEN tokens. Repeatable.",
+            group="Results",
+            name="slo-class",
+            metavar="NAME:MAX_INPUT_LEN:TTFT:TBT",
+            repeatable=True,
+            read=_slo_classes,
+        ),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        _ = self._default  # checks its bounds
+        names = [DEFAULT_CLASS, *(slo_class.name for slo_class in self.classes)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ParameterError(
+                    "classes", f"must have different names, none {DEFAULT_CLASS}, but {name} given", name
+                )
+
+    @cached_property
+    def _default(self) -> SloClass:
+        return SloClass(name=DEFAULT_CLASS, slo_ttft=self.slo_ttft, slo_tbt=self.slo_tbt)
+
+    @cached_property
+    def _by_length(self) -> list[SloClass]:
+        return sorted(self.classes, key=lambda slo_class: slo_class.max_input_len or math.inf)
+
+    @property
+    def is_given(self) -> bool:
+        return self.slo_ttft is not None or self.slo_tbt is not None or bool(self.classes)
+
+    def of(self, name: str, num_prompt_tokens: int) -> SloClass:
+        """Return the class of a request: by its name, or else by length, the class with the lowest maximum first."""
+        if name:
+            return next((slo_class for slo_class in self.classes if slo_class.name == name), self._default)
+        fitting = (c for c in self._by_length if c.max_input_len is None or num_prompt_tokens <= c.max_input_len)
+        return next(fitting, self._default)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
@@ -25,6 +25,7 @@ class Arrival:
         output_len: number of output tokens.
         follows: the lower index of the previous turn among all arrivals. None for a first turn.
         cache_salt: only requests with the same salt share KV.
+        slo_class: the name of its class of service level, if it has one.
     """
 
     due_s: float
@@ -32,6 +33,43 @@ class Arrival:
     output_len: int
     follows: int | None = None
     cache_salt: str = ""
+    slo_class: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clients:
+    """The clients of a closed loop. Each has at most one conversation at a time, and so at most one request.
+
+    Attributes:
+        think_s: seconds from the end of a client's conversation to its next one.
+        together: static batches: the clients begin their next conversations when all of them have ended theirs.
+    """
+
+    number: int
+    think_s: float = 0.0
+    together: bool = False
+
+
+class ClosedLoop:
+    """Decides which conversations begin: the given ones in order, as clients become idle."""
+
+    def __init__(self, clients: Clients, first_turns: Iterable[int]) -> None:
+        self._clients, self._first_turns = clients, iter(first_turns)
+        self.think_s = clients.think_s
+        self._num_busy = 0
+
+    def begin(self) -> list[int]:
+        """Return the first turns of the conversations that idle clients begin."""
+        if self._num_busy and self._clients.together:
+            return []
+        started = list(itertools.islice(self._first_turns, self._clients.number - self._num_busy))
+        self._num_busy += len(started)
+        return started
+
+    def ended(self) -> list[int]:
+        """Return the same, after the last answer of a conversation, or the refusal of one of its turns."""
+        self._num_busy -= 1
+        return self.begin()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +78,22 @@ class Workload:
 
     Attributes:
         shares: whether prompts may have common prefixes, so that prefix caching is useful.
+        clients: the clients of a closed loop. None: requests arrive at their times.
     """
 
     arrivals: Sequence[Arrival]
     shares: bool
+    clients: Clients | None = None
 
     def at_rate(self, rate: float) -> Workload:
-        """Scale the times of first turns so that all turns together arrive at this rate."""
+        """Scale the times of first turns so that all turns together arrive at this rate.
+
+        Raises:
+            ParameterError: in a closed loop, whose requests have no times.
+        """
+        if self.clients is not None:
+            problem = f"{rate:g} needs requests with times, but a closed loop has none: leave out `concurrency`"
+            raise ParameterError("rate", problem, rate)
         last_s = max(arrival.due_s for arrival in self.arrivals if arrival.follows is None)
         factor = len(self.arrivals) / rate / last_s if last_s else 0.0
         return self._first_turns_at([arrival.due_s * factor for arrival in self.arrivals])
@@ -57,7 +104,8 @@ class Workload:
 
     def _first_turns_at(self, times_s: Sequence[float]) -> Workload:
         pairs = zip(self.arrivals, times_s, strict=True)
-        return replace(self, arrivals=[replace(a, due_s=at_s) if a.follows is None else a for a, at_s in pairs])
+        arrivals = [replace(a, due_s=at_s) if a.follows is None else a for a, at_s in pairs]
+        return replace(self, arrivals=arrivals, clients=None)
 
 
 def as_conversations(arrivals: Sequence[Arrival], *, turns: int, think_s: float) -> list[Arrival]:

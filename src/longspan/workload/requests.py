@@ -13,7 +13,7 @@ import numpy as np
 
 from longspan.errors import ParameterError
 from longspan.file_errors import unread
-from longspan.workload.arrivals import Arrival, Workload, arrival_times, as_conversations, prompt_of
+from longspan.workload.arrivals import Arrival, Clients, Workload, arrival_times, as_conversations, prompt_of
 from longspan.workload.spec import BLOCK_LEN, MAX_LEN, WorkloadSpec
 from longspan.workload.traces import MAX_SPAN_S, RequestSpec, read_trace
 
@@ -46,12 +46,22 @@ def make_workload(spec: WorkloadSpec) -> Workload:
                 block_len=BLOCK_LEN,
             ),
             output_len=request.output_len,
+            slo_class=request.slo_class,
         )
         for index, request in enumerate(requests)
     ]
     shares = spec.prefix_len > 0 or spec.turns > 1 or any(request.block_ids for request in requests)
-    think_s = _THINK_S if spec.think_time is None else spec.think_time
-    return Workload(arrivals=as_conversations(arrivals, turns=spec.turns, think_s=think_s), shares=shares)
+    clients = _clients(spec)
+    think_s = clients.think_s if clients else _THINK_S if spec.think_time is None else spec.think_time
+    conversations = as_conversations(arrivals, turns=spec.turns, think_s=think_s)
+    return Workload(arrivals=conversations, shares=shares, clients=clients)
+
+
+def _clients(spec: WorkloadSpec) -> Clients | None:
+    number = spec.concurrency or spec.batch_size
+    if number is None:
+        return None
+    return Clients(number=number, think_s=spec.think_time or 0.0, together=spec.batch_size is not None)
 
 
 def _requests(spec: WorkloadSpec) -> list[RequestSpec]:
@@ -106,6 +116,8 @@ def _drawn(inputs: Lengths, outputs: Lengths, spec: WorkloadSpec) -> list[Reques
 
 def _timed(requests: list[RequestSpec], spec: WorkloadSpec) -> list[RequestSpec]:
     """Set the time of every request: drawn, or from the trace, scaled to the rate if there is one."""
+    if spec.is_closed_loop:
+        return [replace(request, due_s=0.0) for request in requests]
     rate = spec.requests_per_s
     if rate is not None and len(requests) / rate > MAX_SPAN_S:
         min_rate = len(requests) / MAX_SPAN_S
@@ -114,7 +126,7 @@ def _timed(requests: list[RequestSpec], spec: WorkloadSpec) -> list[RequestSpec]
     due = [request.due_s for request in requests if request.due_s is not None]
     if not due:
         if rate is None:
-            raise ParameterError("workload", f"{spec.workload} has no arrival times: give `rate`")
+            raise ParameterError("workload", f"{spec.workload} has no arrival times: give `rate` or `concurrency`")
         burstiness = 1.0 if spec.burstiness is None else spec.burstiness
         rng = np.random.default_rng([spec.seed, _TIMES])
         times = arrival_times(len(requests), rate=rate, burstiness=burstiness, rng=rng)

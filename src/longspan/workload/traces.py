@@ -31,12 +31,14 @@ class RequestSpec:
     Attributes:
         block_ids: ids of the prompt's blocks of `BLOCK_LEN` tokens, if the trace has them. Equal ids are equal tokens.
             Ids of a trace are hashes or any numbers. These ids count the different blocks from 0.
+        slo_class: the value of the column `class`, which a trace of any format may have.
     """
 
     due_s: float | None = None
     input_len: int
     output_len: int
     block_ids: tuple[int, ...] = ()
+    slo_class: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +196,7 @@ def _request(form: _Format, row: Mapping[str, Any], numbers: dict[int, int]) -> 
         input_len=_whole(row[form.input_len]),
         output_len=_whole(row[form.output_len]),
         block_ids=tuple([numbers.setdefault(block, len(numbers)) for block in ids]),
+        slo_class=str(row.get("class") or ""),
     )
 
 
