@@ -47,14 +47,14 @@ def test_the_page_of_a_real_run_is_drawn_without_a_network(tiny: Path, tmp_path:
         page.on("request", lambda request: requests.append(request.url))  # type: ignore[attr-defined]
 
     with PICTURE["opened"](report, watch) as page:
-        for name in ("instances", "ttft-by-length", "ttft", "tbt"):
+        for name in ("instances", "ttft-by-arrival", "waiting", "kv", "ttft-by-length", "ttft", "tpot", "tbt"):
             page.wait_for_selector(PICTURE["DRAWN"].format(name))
         assert complaints == [] and requests == [page.url]
         assert page.locator("#ttft-by-length .point").count() == len(PROMPTS)
         drawn = page.locator("#instances .subplot.xy .trace.bars").first.locator("path").count()
-        bars = page.evaluate("() => document.getElementById('instances')._fullData[0].y")
-        assert drawn == len(bars) > 0 and set(bars) == {0, 1}
-        lines = [page.locator(f"#instances .subplot.x{row}y{row} .trace").count() for row in (3, 4)]
+        bars = page.evaluate("() => document.getElementById('instances').data[1].y")
+        assert drawn == len(bars) > 0 and set(bars) == {"0", "1"}
+        lines = [page.locator(f"#{name} .trace").count() for name in ("waiting", "kv")]
         assert lines == [1, 2]
         check_picture(page, tmp_path / "run.png")
 
