@@ -67,11 +67,11 @@ def test_a_recorded_and_a_simulated_run_are_drawn_on_one_page(tiny: Path, tmp_pa
     assert run("simulate", str(tiny), *cluster, "--replay", str(trace), "--report", str(report)) == 0
     with PICTURE["opened"](report) as page:
         page.wait_for_selector(PICTURE["DRAWN"].format("instances"))
-        titles = page.locator("#instances .annotation-text").all_text_contents()
-        assert titles[:2] == ["recorded chunked", "chunked"]
-        for plot in ("xy", "x2y2"):
-            bars = page.locator(f"#instances .subplot.{plot} .trace.bars").first
+        titles = page.locator("h3:has-text('Instances')").all_text_contents()
+        assert titles == ["Instances, recorded chunked", "Instances, chunked"]
+        for name in ("instances", "instances-2"):
+            bars = page.locator(f"#{name} .subplot.xy .trace.bars").first
             assert bars.locator("path").count() > len(PROMPTS)
-        head = page.locator("table:has-text('TTFT P50') th, table:has-text('P50') th").all_text_contents()
-        assert head[1:3] == ["recorded chunked", "chunked"]
+        policies = page.locator("table:has-text('TTFT P99') td:first-child").all_text_contents()
+        assert policies == ["recorded chunked", "chunked"] == page.locator(".legend button").all_text_contents()
         check_picture(page, tmp_path / "page.png")
