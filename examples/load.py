@@ -37,7 +37,7 @@ def main() -> None:
             if options.concurrency is None:
                 time.sleep(draw.expovariate(options.rate))
     for answer in answers:
-        answer.result()  # raises what the request raised
+        answer.result()  # raises the request's error
 
 
 def ask(url: str, number: int, text: str) -> None:

@@ -82,7 +82,7 @@ def make_experiment(
         cluster = replace(cluster, dtype=resolved_dtype(model, cluster.dtype))
         sizes = read_architecture(model, dtype=cluster.dtype, ffn_dtype=cluster.ffn_dtype)
         return computed_experiment(sizes, cluster, scheduling, faults)
-    profile = _read_profile(cluster.profile)
+    profile = read_profile(cluster.profile)
     key = profile.profile_key
     if _last_name(model) != _last_name(key.model):  # the profiled machine may use another folder
         problem = f"is of model {key.model}, but {model} given: give that, or a profile of {model}"
@@ -170,7 +170,8 @@ def _fetched(model: str) -> Path:
         raise ParameterError("model", f"{explain(model, error)} ({known})", model) from error
 
 
-def _read_profile(path: Path) -> Profile:
+def read_profile(path: Path) -> Profile:
+    """Read a profile. Raise ParameterError for a file that cannot be read."""
     try:
         return Profile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

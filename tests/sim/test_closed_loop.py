@@ -1,4 +1,4 @@
-"""Closed loops and static batches: requests start when others end."""
+"""Closed loops and static batches: requests start when earlier requests end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(arrivals: Sequence[Arrival], clients: Clients | None, **how: Any) -> Res
 
 @st.composite
 def requests(draw: st.DrawFn) -> list[Arrival]:
-    """Draw requests, some of which are too long to be served. Their times have no meaning in a closed loop."""
+    """Draw requests. Some are too long to be served. Their times have no meaning in a closed loop."""
     lengths = st.integers(1, 300) | st.just(2 * MAX_LEN)
     sizes = draw(st.lists(st.tuples(lengths, st.integers(1, 12)), min_size=1, max_size=15))
     return [

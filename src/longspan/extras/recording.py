@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -11,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from longspan.core.blocks import chain_key
 from longspan.core.engine import Engine
 from longspan.core.request import FinishReason, Request
 from longspan.core.steps import Completion, Forward, MoveKV, Reshard
@@ -19,13 +19,11 @@ from longspan.extras.timeline import Record, Timeline, moment_of
 from longspan.extras.trace import chrome_trace
 from longspan.sim.executor import MoveTiming, StepTiming
 from longspan.sim.run import Refused, Result, Served
-from longspan.workload.spec import BLOCK_LEN
+from longspan.workload.recorded import block_ids
 
 _log = logging.getLogger("longspan")
 _MAX_BLOCKS, _MAX_REQUESTS = 100_000, 20_000
 """The recording keeps the latest blocks, transfers and requests. A block takes about 200 bytes."""
-_ID_BYTES = 6
-"""Bytes of a block id, so that ids are exact numbers of JSON."""
 
 
 class Recorder:
@@ -42,6 +40,7 @@ class Recorder:
     def __init__(self, engine: Engine, now: Callable[[], float]) -> None:
         self._engine, self._now, self._is_written = engine, now, False
         self._begin_s: float | None = None
+        self._salt = secrets.token_bytes(32)
         self._timeline = Timeline(latest=_MAX_BLOCKS)
         self._watch = self._timeline.observers(None)
         self._served: deque[Served] = deque()
@@ -71,12 +70,8 @@ class Recorder:
 
     def arrived(self, request: Request) -> None:
         self._begin(request.metrics.arrival_s)
-        key, ids = request.cache_salt.encode(), list[int]()
-        for start in range(0, len(request.prompt) - BLOCK_LEN + 1, BLOCK_LEN):
-            key = chain_key(key, request.prompt[start : start + BLOCK_LEN])
-            ids.append(int.from_bytes(key[:_ID_BYTES]))
-        if ids:
-            self._block_ids[request.id] = ids
+        root = self._salt + request.cache_salt.encode("utf-8", "surrogatepass")
+        self._block_ids[request.id] = block_ids(request.prompt, root)
 
     def ended(self, request: Request, reason: FinishReason) -> None:
         metrics = request.metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -41,6 +42,13 @@ class Question:
     attainment: float
     prices: Mapping[str, float] = field(default_factory=dict)
 
+    def cost(self, candidate: Candidate) -> float:
+        """Return the price of a candidate per hour, or its devices without prices."""
+        return self.prices.get(candidate.hardware, 1.0) * candidate.num_gpus
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "rate": None if self.rate == math.inf else self.rate, "prices": dict(self.prices)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
@@ -50,7 +58,8 @@ class Ranked:
         price_per_hour: None without a price of its hardware.
         goodput_per_s: requests per second that meet the service level, at the given rate.
         tokens_per_s_per_gpu: tokens of prompts and outputs.
-        ttft_p99_s, tbt_p99_s: None if a seed has no value.
+        ttft_p99_s, tbt_p99_s: P99 over requests of the time to first token, and of the mean time between tokens, to
+            which the service level applies. None if a seed has no value.
         attainment: the fraction of requests that meet the service level.
         meets: whether the mean attainment is at least the given one.
         on_front: no other candidate is at least as good in GPUs or price, goodput, P99 TTFT and P99 TBT.
@@ -95,6 +104,37 @@ class ModelError:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedTime:
+    """A percentile of a recorded run, and the same of its simulation on the recorded layout."""
+
+    what: str
+    recorded_s: float
+    simulated_s: float
+
+    @property
+    def error(self) -> float:
+        """The error of the simulation, in per cent of the recorded time."""
+        return 100 * (self.simulated_s / self.recorded_s - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Current:
+    """The layout that serves the workload now.
+
+    Attributes:
+        ranked: its simulated numbers, like those of the alternatives.
+        times: recorded times with their simulation. Empty if the trace has none.
+    """
+
+    ranked: Ranked
+    times: tuple[RecordedTime, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        times = [{**asdict(time), "error_percent": time.error} for time in self.times]
+        return {"ranked": self.ranked.as_json(), "times": times}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The answer.
 
@@ -106,6 +146,7 @@ class Plan:
         max_rate: the highest rate that the winner serves within the service level, if it misses it at the given rate.
         num_simulated_requests: requests of all simulations.
         notes: sentences about the search and the choice.
+        current: the layout of the question that serves the workload now, if it names one.
     """
 
     question: Question
@@ -117,10 +158,11 @@ class Plan:
     max_rate: float | None = None
     num_simulated_requests: int
     notes: tuple[str, ...] = ()
+    current: Current | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "question": {**asdict(self.question), "prices": dict(self.question.prices)},
+            "question": self.question.as_json(),
             "winner": None if self.winner is None else self.winner.as_json(),
             "baseline": None if self.baseline is None else self.baseline.as_json(),
             "ranked": [ranked.as_json() for ranked in self.ranked],
@@ -129,4 +171,5 @@ class Plan:
             "max_rate": self.max_rate,
             "num_simulated_requests": self.num_simulated_requests,
             "notes": list(self.notes),
+            "current": None if self.current is None else self.current.as_json(),
         }

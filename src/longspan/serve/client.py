@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from longspan import limits
 from longspan.core.options import PolicySettings
@@ -18,6 +18,9 @@ from longspan.serve.core_process import CoreProcess, open_core
 from longspan.serve.errors import EngineLostError, QueueFullError, RequestFailedError, ServeError
 from longspan.serve.output_queue import OutputQueue, end_with
 from longspan.text.input_processor import EngineRequest
+
+if TYPE_CHECKING:
+    from longspan.serve.request_recorder import RequestRecorder
 
 _log = logging.getLogger("longspan")
 _MAX_STARTS = 3
@@ -42,7 +45,7 @@ class EngineClient:
         down: set when the state becomes `down`.
     """
 
-    def __init__(self, setup: messages.EngineSetup) -> None:
+    def __init__(self, setup: messages.EngineSetup, recorder: RequestRecorder | None = None) -> None:
         self.state: Literal["starting", "serving", "restarting", "down"] = "starting"
         self.started: messages.Started | None = None
         self.stats: messages.Stats | None = None
@@ -53,7 +56,7 @@ class EngineClient:
         self.on_length: Callable[[int], None] = lambda _: None
         self.down = asyncio.Event()
         self._first: asyncio.Future[messages.Started] = asyncio.get_running_loop().create_future()
-        self._setup, self._numbers = setup, itertools.count()
+        self._setup, self._recorder, self._numbers = setup, recorder, itertools.count()
         self._waiting: dict[int, tuple[OutputQueue, int]] = {}
         self._changes = _Changes()
         self._replies = _Replies()
@@ -186,7 +189,7 @@ class EngineClient:
     async def _run_core(self) -> str:
         """Run one engine core and return why it ended."""
         try:
-            async with open_core(self._setup) as self._core:
+            async with open_core(self._setup, self._recorder) as self._core:
                 return await self._until_lost(self._core)
         except OSError as error:
             return f"the engine core cannot be started ({error})"

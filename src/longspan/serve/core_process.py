@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -17,6 +18,9 @@ from anyio.to_thread import run_sync
 from longspan.runtime.child import make_run_dir, start_child
 from longspan.serve import messages
 
+if TYPE_CHECKING:
+    from longspan.serve.request_recorder import RequestRecorder
+
 ENGINE_MODULE = "longspan.serve.engine_core"
 _REPORTS: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
 
@@ -24,8 +28,10 @@ _REPORTS: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(mes
 class CoreProcess:
     """A child process that runs an engine core, see `open_core`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket) -> None:
-        self._process, self._socket = process, socket
+    def __init__(
+        self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket, recorder: RequestRecorder | None
+    ) -> None:
+        self._process, self._socket, self._recorder = process, socket, recorder
 
     @property
     def pid(self) -> int:
@@ -33,6 +39,8 @@ class CoreProcess:
 
     def send(self, command: messages.Command) -> None:
         """Put a command into the socket's own queue, which has no bound."""
+        if self._recorder is not None:
+            self._recorder.sent(command)
         # The asyncio socket's own method: after a plain `zmq.Socket.send`, an incoming message would wake no task.
         sent = asyncio.ensure_future(self._socket.send(msgspec.msgpack.encode(command), zmq.NOBLOCK))
         error = sent.exception()
@@ -41,7 +49,10 @@ class CoreProcess:
             raise error
 
     async def receive(self) -> messages.Report:
-        return _REPORTS.decode(await self._socket.recv())
+        report = _REPORTS.decode(await self._socket.recv())
+        if self._recorder is not None:
+            self._recorder.received(report)
+        return report
 
     async def is_silent(self, timeout_s: float) -> bool:
         """Return True if no report arrives within `timeout_s`.
@@ -57,8 +68,11 @@ class CoreProcess:
 
 
 @contextlib.asynccontextmanager
-async def open_core(setup: messages.EngineSetup) -> AsyncIterator[CoreProcess]:
+async def open_core(setup: messages.EngineSetup, recorder: RequestRecorder | None = None) -> AsyncIterator[CoreProcess]:
     """Start an engine core. At the end of the block, kill it and remove its folder. Its workers end with it.
+
+    Args:
+        recorder: gets all commands and reports.
 
     Raises:
         OSError: the process, the socket or the folder cannot be made.
@@ -70,7 +84,7 @@ async def open_core(setup: messages.EngineSetup) -> AsyncIterator[CoreProcess]:
         socket.bind(messages.address(folder))
         process = start_child(ENGINE_MODULE, folder)
         assert process.stdin is not None, "a child has a pipe"
-        core = CoreProcess(process, socket)
+        core = CoreProcess(process, socket, recorder)
         try:
             with contextlib.suppress(BrokenPipeError):  # the process has ended already
                 process.stdin.write(msgspec.json.encode(setup) + b"\n")

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.responses import JSONResponse
@@ -29,6 +30,9 @@ from longspan.serve.server import Server, WorkerPool
 from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import import_tokenizers, tokenizer_in
+
+if TYPE_CHECKING:
+    from longspan.serve.request_recorder import RequestRecorder
 
 _log = logging.getLogger("longspan")
 _POLL_S = 0.05
@@ -116,10 +120,11 @@ async def serve(setup: EngineSetup, settings: ServerSettings) -> int:
         EngineLostError: the engine does not start, or cannot be kept alive.
     """
     signals, app = _Signals(), StartingApp(settings.root_path, logs_access=settings.access_log)
+    recorder = None if settings.record is None else open_recorder(Path(settings.record), setup.engine)
     listening = listening_socket(settings.host, settings.port, settings.reader_timeout_s)
     address = listening.getsockname()[:2]
     _log.info("loading %s; until it serves, http://%s:%d answers 503", setup.engine.model, *address)
-    engine = EngineClient(setup)
+    engine = EngineClient(setup, recorder)
     with signals.caught():
         try:
             async with _answering(app, listening, settings, signals):
@@ -132,6 +137,15 @@ async def serve(setup: EngineSetup, settings: ServerSettings) -> int:
         finally:
             listening.close()
             await engine.close(signals.second)
+            if recorder is not None:
+                await asyncio.to_thread(recorder.close)
+
+
+def open_recorder(path: Path, given: EngineArgs) -> RequestRecorder:
+    """Open a recording of requests. Raise ParameterError if its file cannot be written."""
+    from longspan.serve.request_recorder import RequestRecorder, layout_of  # noqa: PLC0415 - few servers record
+
+    return RequestRecorder(path, layout_of(given))
 
 
 async def _start(engine: EngineClient, settings: ServerSettings, given: EngineArgs) -> Server:

@@ -243,6 +243,10 @@ class ServerSettings:
     chat_template: Annotated[
         str | None, _server("A Jinja template instead of the model's own.", metavar="FILE", read=_template)
     ] = None
+    record: Annotated[
+        str | None,
+        _server("Append lengths, times and prefix hashes of requests, without text.", metavar="FILE.jsonl.gz"),
+    ] = None
     tracer: Tracer | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)
 

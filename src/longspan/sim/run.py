@@ -86,7 +86,7 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """A refused request. A later turn of a conversation counts its own tokens only."""
+    """The reason and size of a refused request. A later turn of a conversation counts its own tokens only."""
 
     reason: str
     num_prompt_tokens: int

@@ -67,7 +67,7 @@ class ClosedLoop:
         return started
 
     def ended(self) -> list[int]:
-        """Return the same, after the last answer of a conversation, or the refusal of one of its turns."""
+        """Return the same, after the last answer of a conversation, or the refusal of a turn."""
         self._num_busy -= 1
         return self.begin()
 

@@ -1,11 +1,61 @@
-"""Traces that longspan recorded, as their readers see them."""
+"""Traces that longspan recorded: the parts that their writers and readers share."""
 
 from __future__ import annotations
 
+import gzip
+import json
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
+
+from longspan.core.blocks import chain_key
+from longspan.file_errors import unread
+from longspan.workload.spec import BLOCK_LEN
 
 Event = Mapping[str, Any]
+HEADER = "longspan"
+"""The only column of a header, a line of `longspan serve --record`. Its value is the layout of the next requests."""
+_ID_BYTES = 6
+"""Bytes of a block id, so that ids are exact numbers of JSON."""
+
+
+def block_ids(token_ids: Sequence[int], root: bytes) -> list[int]:
+    """Return ids of a prompt's blocks of `BLOCK_LEN` tokens, the last of which may be shorter.
+
+    An id depends on all tokens up to its end. Without `root`, it cannot be compared with the ids of a guessed text.
+    """
+    key, ids = root, list[int]()
+    for start in range(0, len(token_ids), BLOCK_LEN):
+        key = chain_key(key, token_ids[start : start + BLOCK_LEN])
+        ids.append(int.from_bytes(key[:_ID_BYTES]))
+    return ids
+
+
+def opened(path: Path) -> IO[str]:
+    """Open a trace, which is compressed if its name ends in `.gz`."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open("rt", encoding="utf-8-sig", newline="")
+
+
+def recorded_layout(path: Path) -> Mapping[str, Any] | None:
+    """Return the engine's settings at the start of a recording: `model`, `parallel`, `policy` and so on.
+
+    Return None for another trace.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    try:
+        with opened(path) as file:
+            row = json.loads(file.readline())
+    except json.JSONDecodeError:
+        return None
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
+        raise ValueError(unread(path, error)) from None
+    layout = row.get(HEADER) if isinstance(row, dict) else None
+    return layout if isinstance(layout, dict) and isinstance(layout.get("start_s"), int | float) else None
 
 
 def recorded_run(trace: Any) -> tuple[Event, Sequence[Event], list[Event]]:  # noqa: ANN401 - any JSON

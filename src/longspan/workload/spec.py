@@ -58,9 +58,7 @@ class WorkloadSpec:
     turns: Annotated[int, _workload("Requests of each conversation. Each follows the answer before.")] = 1
     concurrency: Annotated[
         int | None,
-        _workload(
-            "Instead of a rate: this many clients, each with one request or conversation at a time.", metavar="N"
-        ),
+        _workload("Instead of a rate: this many clients, each with one request or conversation at a time."),
     ] = None
     batch_size: Annotated[
         int | None,
@@ -107,12 +105,14 @@ class WorkloadSpec:
         loops = [name for name in ("concurrency", "batch_size") if getattr(self, name) is not None]
         for loop, other in itertools.product(loops, ("rate", "offline", "burstiness", "batch_size")):
             if loop != other and (value := getattr(self, other)) not in (None, False):
-                problem = f"{value} excludes `{loop}`, where requests start when others end: leave one of them out"
+                problem = (
+                    f"{value} excludes `{loop}`, where requests start when earlier requests end: leave one of them out"
+                )
                 raise ParameterError(other, problem, value)
 
     @property
     def is_closed_loop(self) -> bool:
-        """True if requests start when others end. A workload then ignores the times of a trace."""
+        """True if requests start when earlier requests end. A workload then ignores the times of a trace."""
         return self.concurrency is not None or self.batch_size is not None
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import itertools
 import json
 import logging
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from longspan.file_errors import unread
-from longspan.workload.recorded import recorded_run
+from longspan.workload.recorded import HEADER, opened, recorded_run
 from longspan.workload.spec import MAX_LEN
 
 _log = logging.getLogger("longspan")
@@ -32,6 +31,7 @@ class RequestSpec:
         block_ids: ids of the prompt's blocks of `BLOCK_LEN` tokens, if the trace has them. Equal ids are equal tokens.
             Ids of a trace are hashes or any numbers. These ids count the different blocks from 0.
         slo_class: the value of the column `class`, which a trace of any format may have.
+        ttft_s, tpot_s: its times in the recorded run, if the trace has them.
     """
 
     due_s: float | None = None
@@ -39,6 +39,8 @@ class RequestSpec:
     output_len: int
     block_ids: tuple[int, ...] = ()
     slo_class: str = ""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +109,8 @@ def read_trace(path: Path, *, num: int | None = None) -> list[RequestSpec]:
     Raises:
         ValueError: if the file cannot be read, has an unknown format, or contains fewer requests.
     """
-    opened = gzip.open if path.suffix == ".gz" else Path.open
     try:
-        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+        with opened(path) as file:
             requests = list(itertools.islice(_requests(path, file), num))
     except (OSError, UnicodeDecodeError, EOFError, csv.Error, zlib.error) as error:
         raise ValueError(unread(path, error)) from None
@@ -167,7 +168,8 @@ def _rows(path: Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
             raise ValueError(f"line {number} of trace {str(path)!r} is not JSON ({error}): correct the line") from None
         if not isinstance(row, dict):
             raise ValueError(f"line {number} of trace {str(path)!r} must be a JSON object, but is {line.strip():.60}")
-        yield number, row
+        if row.keys() != {HEADER}:
+            yield number, row
 
 
 def _recorded_rows(path: Path, file: IO[str]) -> Iterator[Mapping[str, Any]]:
@@ -197,7 +199,13 @@ def _request(form: _Format, row: Mapping[str, Any], numbers: dict[int, int]) -> 
         output_len=_whole(row[form.output_len]),
         block_ids=tuple([numbers.setdefault(block, len(numbers)) for block in ids]),
         slo_class=str(row.get("class") or ""),
+        ttft_s=_time(row, "ttft_s"),
+        tpot_s=_time(row, "tpot_s"),
     )
+
+
+def _time(row: Mapping[str, Any], column: str) -> float | None:
+    return None if row.get(column) is None else float(row[column])
 
 
 def _check_time(due_s: float | None, first_s: float | None) -> None:
