@@ -54,12 +54,14 @@ def work(num: int = 3) -> list[Work]:
 # ---------------------------------------------------------------- the verb
 
 
-def test_a_plan_has_a_command_that_the_command_line_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*BASE, *ONE) == 0
+def test_a_plan_has_a_command_that_the_command_line_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert run(*BASE, *ONE, "--report", str(page)) == 0
     out = capsys.readouterr().out
     [command] = re.findall(r"^start it: (.*)$", out, re.MULTILINE)
     words = shlex.split(command)
     assert words[:2] == ["longspan", "serve"] and "--policy" in words
+    assert " ".join(words[2:]) in page.read_text()
     app.parse_args(words[1:], print_error=False, exit_on_error=False)
     assert "The winner is the best static layout" in out and "error of the model" in out and "P99 TTFT" in out
 
