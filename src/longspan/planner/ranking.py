@@ -17,10 +17,11 @@ from longspan.sim.spec import ServiceLevel
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Quantiles 0.975 of Student's t distribution, from 1 degree of freedom on."""
 _NORMAL = 1.96
-_ROUNDS = (6, 3, 1)
-"""Divisors of the requests of a seed, by round. All rounds but the last have half of the seeds.
+_FIRST_SHARE = 6
+"""Divisor of the requests of a seed in the first round. Later rounds have all requests.
 
-Few long samples show an overload better than many short ones, in which the queue has not grown yet.
+All rounds but the last have half of the seeds. Few long samples show an overload better than many short ones, in which
+the queue has not grown yet.
 """
 _KEPT, _SHARE = 3, 4
 """Candidates of a cost that stay for the next round: at least, and as a fraction. Short samples do not order more."""
@@ -140,13 +141,12 @@ class Search:
 
     def run(self, forecasts: Mapping[Candidate, Forecast]) -> None:
         """Simulate the candidates that may be the best."""
-        sizes = sorted({min(self.num_requests, max(_LEAST_REQUESTS, self.num_requests // n)) for n in _ROUNDS})
-        measured = self._first_round(forecasts, sizes[0])
-        measured += self._variants(forecasts, self._survivors(self._sorted(measured)), sizes[0])
-        for size in sizes[1:-1]:
-            measured = self._survivors(self._sorted(measured))
-            self._measure(measured, size)
-        self._last_round(self._survivors(self._sorted(measured)), sizes[-1])
+        first = min(self.num_requests, max(_LEAST_REQUESTS, self.num_requests // _FIRST_SHARE))
+        measured = self._first_round(forecasts, first)
+        measured += self._variants(forecasts, self._survivors(self._sorted(measured)), first)
+        measured = self._survivors(self._sorted(measured))
+        self._measure(measured, self.num_requests)
+        self._last_round(self._survivors(self._sorted(measured)))
 
     def include(self, candidate: Candidate, cost: float) -> None:
         """Simulate a candidate with all requests, as the last ones are."""
@@ -259,14 +259,16 @@ class Search:
         self._measure(added, size)
         return added
 
-    def _last_round(self, survivors: Sequence[Candidate], size: int) -> None:
+    def _last_round(self, survivors: Sequence[Candidate]) -> None:
         """Simulate the best candidates of each cost with all seeds, and the best static layout."""
         levels: defaultdict[float, list[Scored]] = defaultdict(list)
         for candidate in survivors:
             levels[self.costs[candidate]].append(self.scored[candidate])
         last = [one for level in levels.values() for one in sorted(level, key=self._short_key)[:_LAST]]
         static = self._best_static(sorted((self.scored[one] for one in survivors), key=self._short_key))
-        self._measure(dict.fromkeys([*(one.candidate for one in last), *static]), size, num_seeds=self.num_seeds)
+        self._measure(
+            dict.fromkeys([*(one.candidate for one in last), *static]), self.num_requests, num_seeds=self.num_seeds
+        )
 
     def _measure(self, candidates: Iterable[Candidate], size: int, num_seeds: int | None = None) -> None:
         """Simulate candidates with `size` requests of each seed. `num_seeds` is half of all if None."""
