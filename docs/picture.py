@@ -1,8 +1,9 @@
 """Draw the pictures of the docs with Chromium.
 
-`docs/tetris.png` shows the instances of a simulation, the report's first picture. `docs/sparse-quality.png` shows the
-loss of sparse attention by drop ratio, from the results of `benchmarks/csa.py quality`. `python docs/picture.py` needs
-Chromium, and the packages of `longspan[dev]`.
+`docs/tetris.png` shows the instances of a simulation, from its report. `docs/sparse-quality.png` shows the loss of
+sparse attention by drop ratio, from the results of `benchmarks/csa.py quality`. `python docs/picture.py` needs
+Chromium, and the packages of `longspan[dev]`. `python docs/picture.py RUN.html` draws `docs/run.png` instead: the
+charts over time of the page of a real run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from plotly.subplots import make_subplots
 
 _DOCS = Path(__file__).parent
 QUALITY_PICTURE, _QUALITY = _DOCS / "sparse-quality.png", _DOCS.parent / "benchmarks" / "csa_quality.json"
-PICTURE = Path(__file__).with_name("tetris.png")
+PICTURE, _RUN = _DOCS / "tetris.png", _DOCS / "run.png"
 SIMULATION = (
     *("simulate", "llama-3-8b", "--hardware", "a100-sxm-80g", "--hosts", "4", "--gpus-per-host", "8"),
     *("--prefill-parallel", "16", "--decode-parallel", "2xtp8"),
@@ -34,8 +35,6 @@ DRAWN = "#{} .main-svg"
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _DRAWING_MS = 60_000
 _DASHES = {"same": "solid", "rule": "dash"}
-_TICKS_PX = 30
-"""The axis below a picture."""
 
 
 def find_chromium() -> str | None:
@@ -65,10 +64,15 @@ def main() -> int:
             f"none of {', '.join(_NAMES)} is there: install Chromium, say by apt-get install chromium", file=sys.stderr
         )
         return 1
+    if len(sys.argv) > 1:
+        _draw_over_time(Path(sys.argv[1]), _RUN)
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         subprocess.run([sys.executable, "-m", "longspan", *SIMULATION, "--report", str(page)], check=True)
-        _draw_simulation(page)
+        with opened(page) as report:
+            report.wait_for_selector(DRAWN.format("instances"))
+            report.locator("#instances").screenshot(path=PICTURE)
         _quality_figure(msgspec.json.decode(_QUALITY.read_bytes())).write_html(page)
         with opened(page) as drawn:
             drawn.wait_for_selector(".main-svg")
@@ -76,13 +80,14 @@ def main() -> int:
     return 0
 
 
-def _draw_simulation(report: Path) -> None:
-    with opened(report) as page:
-        page.wait_for_selector(DRAWN.format("instances"))
-        figure, first = (page.locator(f"#instances{part}").bounding_box() for part in ("", " .xy .nsewdrag"))
-        assert figure is not None and first is not None, "they are drawn"
-        height = first["y"] + first["height"] + _TICKS_PX - figure["y"]
-        page.screenshot(path=PICTURE, full_page=True, clip={**figure, "height": height})
+def _draw_over_time(report: Path, path: Path) -> None:
+    """Draw all charts over time of a page, with their titles."""
+    with opened(report.resolve()) as page:
+        page.wait_for_selector(DRAWN.format("kv"))
+        first, last = (page.locator(f"#{name}").bounding_box() for name in ("instances", "kv"))
+        assert first is not None and last is not None, "they are drawn"
+        height = last["y"] + last["height"] - first["y"]
+        page.screenshot(path=path, full_page=True, clip={**first, "height": height})
 
 
 def _quality_figure(found: Sequence[Mapping[str, Any]]) -> Figure:

@@ -17,10 +17,11 @@ MODULES = (
     "longspan.cost.step_cost",
     "longspan.policy",
     "longspan.sim",
+    "longspan.planner.values",
     "longspan.attn",
     "longspan.cli.app",
     *(f"longspan.cli.{verb}" for verb in ("generate", "ask", "chat", "serve", "batch", "profile", "eval", "tune")),
-    *(f"longspan.cli.{verb}" for verb in ("models", "simulate", "estimate", "cache", "get")),
+    *(f"longspan.cli.{verb}" for verb in ("models", "simulate", "estimate", "plan", "cache", "get")),
     "longspan.simulation",
 )
 LOADED = """

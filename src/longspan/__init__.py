@@ -15,7 +15,8 @@ if TYPE_CHECKING:  # without importing typing: the command line installs signal 
     from longspan.core.sampling import SamplingParams, StructuredOutputsParams
     from longspan.llm import LLM
     from longspan.outputs import RequestOutput
-    from longspan.sim.spec import ClusterSpec
+    from longspan.planning import plan
+    from longspan.sim.spec import ClusterSpec, ServiceLevel
     from longspan.simulation import simulate
     from longspan.text.input_processor import TextPrompt, TokensPrompt
     from longspan.workload.spec import WorkloadSpec
@@ -28,12 +29,14 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SchedulingArgs",
+    "ServiceLevel",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "WorkloadSpec",
     "__version__",
     "attn",
+    "plan",
     "simulate",
 ]
 _OWNERS = {
@@ -43,11 +46,13 @@ _OWNERS = {
     "RequestOutput": "longspan.outputs",
     "SamplingParams": "longspan.core.sampling",
     "SchedulingArgs": "longspan.core.options",
+    "ServiceLevel": "longspan.sim.spec",
     "StructuredOutputsParams": "longspan.core.sampling",
     "TextPrompt": "longspan.text.input_processor",
     "TokensPrompt": "longspan.text.input_processor",
     "WorkloadSpec": "longspan.workload.spec",
     "attn": "longspan.attn",
+    "plan": "longspan.planning",
     "simulate": "longspan.simulation",
 }
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from longspan.core.placement import Placement
 
 AUTO = "auto"
-"""The parallel spec for which `longspan.planning` searches the best spec."""
+"""The parallel spec for which `longspan.machine` searches the best spec."""
 MAX_THREADS_PER_CORE = 16
 """Limit of threads of all ranks per CPU core that this process may use. Above 1, threads wait for each other, which is
 acceptable for tests and demonstrations. Ranks on other devices count, too, since their processes launch kernels."""

@@ -1,230 +1,329 @@
-"""The choice of a parallel spec, or of a pair for Seesaw, for offline work: each candidate serves it in the simulator.
+"""Plans: the hardware, the layout and the policy that serve a workload within a service level.
 
-The decisions are functions of plain data. A candidate is simulated like an engine with its options, with the same
-pools, policy and profile of this machine.
+    from longspan import ServiceLevel, WorkloadSpec, plan
+
+    level = ServiceLevel(slo_ttft=2.0, slo_tbt=0.05)
+    answer = plan("llama-3-8b", hardware="h100-sxm-80g", gpus=8, workload=WorkloadSpec(rate=2.0), level=level)
+    print(answer.winner.command)
+
+The search is `longspan.planner`, which is pure. This module gives it the model, the simulations and the prices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import compress, permutations
-
-import torch
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longspan import limits
-from longspan.args import AUTO, EngineArgs
+from longspan.core.fleets import parse_fleet
+from longspan.core.options import at_least_one
 from longspan.core.splits import ParallelSpec
-from longspan.cost.profile import Profile
+from longspan.cost.step_cost import RooflineCost
 from longspan.errors import ParameterError
-from longspan.profiling.store import load_profile
-from longspan.resolve import EngineModel, ResolvedEngine
-from longspan.sim.executor import StepTiming
-from longspan.sim.run import Observers, simulate
-from longspan.text.input_processor import EngineRequest
-from longspan.workload.arrivals import Arrival
+from longspan.plan_runs import Runner, Setup, base_rate, experiment_of, sample_of, store_of, whole
+from longspan.planner.answer import errors_of, ranked_of
+from longspan.planner.candidates import OFFLINE_POLICIES, POLICIES, STEP_BUDGETS, Candidate, Space, candidates
+from longspan.planner.demand import Demand, demand_of
+from longspan.planner.pruning import Estimator, Forecast, prune
+from longspan.planner.ranking import Search, max_rate
+from longspan.planner.samples import recorded_times
+from longspan.planner.values import Current, Plan, Pruned, Question, RecordedTime
+from longspan.sim.spec import HardwareSpec, ServiceLevel
+from longspan.simulation import read_profile
+from longspan.workload.recorded import recorded_layout
+from longspan.workload.requests import is_drawn, make_workload
+from longspan.workload.spec import WorkloadSpec
+from longspan.workload.traces import read_trace
 
-DEFAULT_OUTPUT_TOKENS = 256
-"""Assumed output length of requests without `max_tokens`."""
-_POLICIES = ("auto", "chunked", "seesaw")
+if TYPE_CHECKING:
+    from longspan.cost.forward import Roofline
 
+_SEEDS = 4
+_NUM_REQUESTS, _MAX_REQUESTS = 240, 960
+"""Requests of a seed in the last round: at least, and at most."""
+_FILLS = 3
+"""Requests of a seed, as a multiple of the requests that are in flight at a time."""
+_HOST_KV_GIB = 64.0
+"""Memory of each host that a plan may use for KV, if prompts share prefixes or phases alternate."""
+_DEMAND_REQUESTS = 1000
+_ENGINE_STEP = 2048
+"""Step budget of a recorded engine whose options do not give it."""
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A parallel spec for a whole run, or alternating specs for its prefill and decode phases."""
-
-    spec: ParallelSpec
-    decode: ParallelSpec | None = None
-
-    def options(self, given: EngineArgs) -> EngineArgs:
-        """Return the options of an engine with this spec."""
-        if self.decode is None:
-            return replace(given, policy="chunked", parallel=str(self.spec))
-        prefill, decode = str(self.spec), str(self.decode)
-        return replace(given, policy="seesaw", parallel=None, prefill_parallel=prefill, decode_parallel=decode)
-
-    def __str__(self) -> str:
-        return str(self.spec) if self.decode is None else f"seesaw {self.spec} to {self.decode}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The simulated run of a candidate.
-
-    Attributes:
-        requests_per_s: 0 if no request was served.
-        num_refused: number of requests that do not fit.
-        prefill_share: time of steps with prompt tokens divided by the time of all steps.
-        problem: the error if the candidate cannot run.
-    """
-
-    candidate: Candidate
-    requests_per_s: float = 0.0
-    num_refused: int = 0
-    num_transitions: int = 0
-    prefill_share: float = 0.0
-    problem: str | None = None
+Progress = Callable[[int, int], object]
+"""Gets the numbers of finished simulations, and of all simulations that are known so far."""
 
 
-# ---------------------------------------------------------------- decisions
+def plan(
+    model: str,
+    *,
+    hardware: str | Sequence[str] = (),
+    gpus: int,
+    workload: WorkloadSpec,
+    level: ServiceLevel,
+    attainment: float = 0.99,
+    prices: Mapping[str, float] | None = None,
+    devices: HardwareSpec = HardwareSpec(),
+    gpus_per_host: int = 8,
+    profiles: Sequence[Path | str] = (),
+    current: str | None = None,
+    fewer: bool = True,
+    layouts: Sequence[str] = (),
+    policies: Sequence[str] = (),
+    step_budgets: Sequence[int | None] = (),
+    host_kv_gib: Sequence[float] = (),
+    seeds: int = _SEEDS,
+    num_processes: int | None = None,
+    progress: Progress = lambda _done, _total: None,
+    stores: bool = True,
+) -> Plan:
+    """Search the hardware, layout and policy that serve a workload within a service level.
 
-
-def specs_of(num_ranks: int, num_layers: int) -> list[ParallelSpec]:
-    """Return all specs with `num_ranks` ranks and at least one layer per stage, in order of decreasing instances."""
-    degrees = [degree for degree in range(1, num_ranks + 1) if num_ranks % degree == 0]
-    return [
-        ParallelSpec(instances=num_ranks // (tp * pp), tp=tp, pp=pp)
-        for size in degrees
-        for tp in degrees
-        for pp in degrees
-        if tp * pp == size and pp <= num_layers
-    ]
-
-
-def candidates(specs: Sequence[ParallelSpec], *, policy: str, with_pairs: bool) -> list[Candidate]:
-    """Return a policy's candidates: specs for `chunked`, pairs of equal instances for `seesaw`, both for auto."""
-    single = [Candidate(spec=spec) for spec in specs] if policy != "seesaw" else []
-    pairs = [
-        Candidate(spec=prefill, decode=decode)
-        for prefill, decode in permutations(specs, 2)
-        if prefill.instances == decode.instances
-    ]
-    return single + (pairs if with_pairs and policy != "chunked" else [])
-
-
-def best(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the first outcome with the fewest refused requests and then the highest rate.
+    Args:
+        model: a name such as llama-3-8b, a folder with a config.json, or a hub id.
+        hardware: names of devices. Empty with profiles.
+        gpus: the maximum number of devices.
+        workload: the requests. `num_requests` are simulated with each seed of the last candidates.
+        attainment: the fraction of requests that must meet the level.
+        prices: of one device and hour, by name. Without prices, fewer devices are better.
+        profiles: profiles of a machine in place of hardware, one for each tp.
+        current: the layout that serves the workload now, such as `4xtp2`. The policy is that of a recorded trace, or
+            `auto`. If the trace has times, the answer has the errors of their simulation.
+        fewer: also search layouts on fewer devices.
+        layouts: only these, such as `4xtp2` or `2xtp4 prefill + tp8 decode`.
+        policies, step_budgets, host_kv_gib: only these, in place of a selection for the workload.
+        seeds: simulations of each candidate, with other requests or other parts of the trace.
+        num_processes: all cores if None. With 1, simulations run in this process.
+        stores: store simulations in the cache folder, and read those of an earlier run.
 
     Raises:
-        ParameterError: no candidate can run. The message has the problem of the first.
+        ValueError: for invalid values, files that cannot be read, or if no candidate can run.
     """
-    ran = [outcome for outcome in outcomes if outcome.problem is None]
-    if not ran:
-        reason = f": {outcomes[0].candidate} cannot run: {outcomes[0].problem}" if outcomes else ""
-        raise ParameterError("parallel", f"{AUTO} finds no candidate that can run{reason}", AUTO)
-    return max(ran, key=lambda outcome: (-outcome.num_refused, outcome.requests_per_s))
-
-
-def explanation(outcome: Outcome) -> str:
-    """Describe the time of a run in a few words, or its problem."""
-    if outcome.problem is not None:
-        return f"not simulated: {outcome.problem}"
-    words = [f"{outcome.prefill_share:.0%} of step time is prefill"]
-    if outcome.candidate.decode is not None:
-        words.append(f"{outcome.num_transitions} transitions")
-    if outcome.num_refused:
-        words.append(f"{outcome.num_refused} requests do not fit")
-    return ", ".join(words)
-
-
-def check_options(given: EngineArgs) -> None:
-    """Raise ParameterError for options that exclude a search or every candidate."""
-    if given.executor != "local":
-        problem = f"is {given.executor}, but parallel {AUTO} searches for one machine: give a spec"
-        raise ParameterError("executor", problem, given.executor)
-    if given.policy not in _POLICIES:
-        problem = f"{given.policy} is not simulated for parallel {AUTO}: choose {', '.join(_POLICIES)}, or give a spec"
-        raise ParameterError("policy", problem, given.policy)
-    if given.policy == "seesaw" and not given.host_kv_gib:
-        problem = "must be above 0 for policy seesaw, which keeps KV on hosts while clusters change: give some"
-        raise ParameterError("host_kv_gib", problem, given.host_kv_gib)
-    replace(given, parallel="1", policy="chunked").resolve()  # raises for other options of the spec
-
-
-# ---------------------------------------------------------------- this machine
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The basis of candidates: a model, the number of ranks, and the profiles of their instances.
-
-    Attributes:
-        given: the options, with the number of threads.
-        profiles: at least one profile, by tp.
-        unmeasured: the command that measures a profile, for each tp without one.
-    """
-
-    given: EngineArgs
-    model: EngineModel
-    num_ranks: int
-    profiles: dict[int, Profile]
-    unmeasured: dict[int, str]
-
-    @classmethod
-    def of(cls, given: EngineArgs) -> Machine:
-        """Count ranks, load the model and read its profiles. Raise ValueError if that fails, or none exists."""
-        check_options(given)
-        num_cores = limits.cores()
-        if given.device == "cuda":
-            num_ranks = max(1, torch.cuda.device_count())
-            threads = given.threads_per_rank or max(1, num_cores // num_ranks)
-        else:
-            threads = given.threads_per_rank or 1
-            num_ranks = max(1, num_cores // threads)
-        given = replace(given, threads_per_rank=threads)
-        model = EngineModel.of(given)
-        degrees = {spec.tp for spec in specs_of(num_ranks, model.info.num_layers)}
-        keys = {tp: model.profile_key(given.device, tp=tp, threads=threads) for tp in sorted(degrees)}
-        loaded = {tp: load_profile(key) for tp, key in keys.items()}
-        commands = {tp: _command(given, tp, num_ranks) for tp, profile in loaded.items() if profile is None}
-        profiles = {tp: profile for tp, profile in loaded.items() if profile is not None}
-        if not profiles:
-            problem = f"{AUTO} needs a profile of this model with {threads} threads per rank, but there is none"
-            raise ParameterError("parallel", f"{problem}: run {' and '.join(commands.values())}", AUTO)
-        return cls(given=given, model=model, num_ranks=num_ranks, profiles=profiles, unmeasured=commands)
-
-    @property
-    def candidates(self) -> list[Candidate]:
-        """The candidates with a profile."""
-        given = self.given
-        specs = [spec for spec in specs_of(self.num_ranks, self.model.info.num_layers) if spec.tp in self.profiles]
-        return candidates(specs, policy=given.policy, with_pairs=bool(given.host_kv_gib))
-
-    def outcome(self, candidate: Candidate, requests: Sequence[Arrival]) -> Outcome:
-        """Simulate a candidate with requests that all arrive at once."""
-        try:
-            setup, steps = ResolvedEngine.of(candidate.options(self.given), self.model), list[StepTiming]()
-            cost = setup.step_cost()
-            assert cost is not None, "candidates have profiles"
-            result = simulate(requests, setup.config, setup.policy, cost, watch=Observers(ran=steps.append))
-        except ValueError as error:
-            return Outcome(candidate=candidate, problem=str(error))
-        return Outcome(
-            candidate=candidate,
-            requests_per_s=len(result.served) / result.makespan_s if result.makespan_s else 0.0,
-            num_refused=len(result.refused),
-            num_transitions=len(result.transitions),
-            prefill_share=prefill_share(steps),
+    names = (hardware,) if isinstance(hardware, str) else tuple(hardware)
+    at_least_one(gpus=gpus, gpus_per_host=gpus_per_host, seeds=seeds, num_processes=num_processes)
+    measured = _measured(names, profiles)
+    names = names or tuple(dict.fromkeys(machine for machine, _ in measured.values()))
+    setup = Setup(
+        model=model,
+        devices=devices,
+        gpus_per_host=gpus_per_host,
+        profiles=tuple((tp, path) for tp, (_, path) in measured.items()),
+        workload=_finite(workload),
+        level=level,
+    )
+    rate = base_rate(setup.workload)
+    question = Question(
+        model=model,
+        hardware=names,
+        num_gpus=gpus,
+        workload=workload.workload,
+        rate=rate,
+        level=level,
+        attainment=attainment,
+        prices=dict(prices or {}),
+    )
+    _check(question, setup.workload)
+    demand = _demand(setup.workload, rate)
+    tiers = (0.0, _HOST_KV_GIB) if demand.shares or setup.workload.offline else (0.0,)
+    space = Space(
+        hardware=names,
+        max_gpus=gpus,
+        fewer=fewer,
+        max_tp=min(gpus_per_host, gpus),
+        tensor_parallel=tuple(measured) or None,
+        num_layers=_num_layers(setup, names[0]),
+        layouts=tuple(layouts),
+        policies=tuple(policies) or (OFFLINE_POLICIES if setup.workload.offline else POLICIES),
+        step_budgets=tuple(step_budgets) or ((None,) if measured else STEP_BUDGETS),
+        host_kv_gib=tuple(host_kv_gib) or tiers,
+    )
+    forecasts, pruned = _forecasts(setup, space, demand, question)
+    num_requests = workload.num_requests or _num_requests(setup.workload, demand, forecasts)
+    with Runner(setup, num_processes or limits.cores(), progress, store_of(setup) if stores else None) as simulate:
+        search = Search(
+            simulate=simulate,
+            level=level,
+            attainment=attainment,
+            num_seeds=seeds,
+            num_requests=num_requests,
+            costs={candidate: question.cost(candidate) for candidate in forecasts},
         )
+        search.run(forecasts)
+        now = None if current is None else _current(setup, names[0], current)
+        if now is not None:
+            search.include(now, question.cost(now))
+        ranked, winner, baseline, notes = ranked_of(search.sorted(), question, partial(_command, setup))
+        highest = None
+        if winner is not None and not winner.meets and math.isfinite(rate) and level.is_given:
+            best = [one.candidate for one in ranked[:2]]
+            highest = max_rate(simulate, best, rate, num_requests=num_requests // 2, seeds=seeds, attainment=attainment)
+        num_simulated = simulate.num_requests
+    row = next((one for one in ranked if one.candidate == now), None)
+    return Plan(
+        question=question,
+        ranked=ranked,
+        pruned=(*pruned, *search.unsimulated(forecasts)),
+        winner=winner,
+        baseline=baseline,
+        error=() if winner is None or measured else errors_of(winner.candidate, devices.attention or "flash"),
+        max_rate=highest,
+        num_simulated_requests=num_simulated,
+        notes=notes,
+        current=None if row is None or now is None else Current(ranked=row, times=_recorded_times(setup, now)),
+    )
 
 
-def prefill_share(steps: Sequence[StepTiming]) -> float:
-    """Return the time of steps with prompt tokens divided by the time of all steps, 0 without steps."""
-    times_s = [sum(end_s - begin_s for begin_s, end_s in step.stages.values()) for step in steps]
-    is_prefill = [any(part.stop - part.start > 1 for part in step.forward.parts) for step in steps]
-    return sum(compress(times_s, is_prefill)) / (sum(times_s) or 1.0)
+# ---------------------------------------------------------------- the question
 
 
-def arrivals_of(requests: Sequence[EngineRequest], max_model_len: int) -> list[Arrival]:
-    """Return the arrivals of requests in the simulator, one for each choice."""
-    arrivals = []
-    for request in requests:
-        max_tokens = request.params.max_tokens or DEFAULT_OUTPUT_TOKENS
-        output_len = max(1, min(max_tokens, max_model_len - len(request.token_ids)))
-        arrival = Arrival(due_s=0.0, prompt=request.token_ids, output_len=output_len, cache_salt=request.cache_salt)
-        arrivals += [arrival] * request.params.n
-    return arrivals
+def _measured(names: Sequence[str], profiles: Sequence[Path | str]) -> dict[int, tuple[str, str]]:
+    """Return the machine and the file of each profile, by tp."""
+    if bool(names) == bool(profiles):
+        problem = "must be given, unless `profile` is" if not names else "and `profile` exclude each other"
+        raise ParameterError("hardware", f"{problem}: give one of them", ", ".join(names) or None)
+    found: dict[int, tuple[str, str]] = {}
+    for path in profiles:
+        key = read_profile(Path(path)).profile_key
+        if key.tp in found:
+            raise ParameterError(
+                "profile", f"{path} has tp {key.tp}, as {found[key.tp][1]} has: give one of them", path
+            )
+        found[key.tp] = key.machine, str(path)
+    return found
 
 
-def sample_indices(number: int, max_samples: int) -> range | list[int]:
-    """Return at most `max_samples` indices below `number`, evenly spaced."""
-    return range(number) if number <= max_samples else [i * number // max_samples for i in range(max_samples)]
+def _finite(workload: WorkloadSpec) -> WorkloadSpec:
+    """Return the workload with `offline` in place of an infinite rate."""
+    if workload.rate is not None and math.isinf(workload.rate):
+        return replace(workload, rate=None, offline=True)
+    return workload
 
 
-def _command(given: EngineArgs, tp: int, num_ranks: int) -> str:
-    """Return the command that measures instances with `tp` on all ranks."""
-    spec = ParallelSpec(instances=num_ranks // tp, tp=tp)
-    words = ["longspan profile", given.model, f"--parallel {spec}", f"--threads-per-rank {given.threads_per_rank}"]
-    fields = ("dtype", "device", "attention_backend", "quantization", "load_format")
-    chosen = (field for field in fields if getattr(given, field) != getattr(EngineArgs, field))
-    return " ".join([*words, *(f"--{field.replace('_', '-')} {getattr(given, field)}" for field in chosen)])
+def _check(question: Question, workload: WorkloadSpec) -> None:
+    """Raise ParameterError for a question that has no answer."""
+    if not 0 < question.attainment <= 1:
+        problem = f"must be above 0 and at most 1, but {question.attainment:g} given"
+        raise ParameterError("attainment", problem, question.attainment)
+    if not question.level.is_given and not workload.offline:
+        problem = "or `slo_tbt` must be given: without a bound, the smallest cluster is enough for any rate"
+        raise ParameterError("slo_ttft", problem)
+    for name, price in question.prices.items():
+        if not (price > 0 and math.isfinite(price)):
+            raise ParameterError("prices", f"of {name} must be above 0 and finite, but {price} given", price)
+    for name in question.hardware if question.prices else ():
+        if name not in question.prices:
+            known = ", ".join(question.prices)
+            raise ParameterError("prices", f"has no {name}, only {known}: add it", name)
+
+
+def _demand(spec: WorkloadSpec, rate: float) -> Demand:
+    drawn = is_drawn(spec)
+    requests = sample_of(spec, 0, _DEMAND_REQUESTS, rate) if drawn else whole(spec)
+    return demand_of(requests, rate)
+
+
+def _num_requests(spec: WorkloadSpec, demand: Demand, forecasts: Mapping[Candidate, Forecast]) -> int:
+    """Return the requests of a seed: enough to fill the instances several times, and not more than a trace has."""
+    in_flight = float(spec.concurrency or spec.batch_size or 0)
+    if math.isfinite(demand.rate):
+        best = min(forecasts.values(), key=lambda forecast: forecast.tightness)
+        seconds = min(best.ttft_s, max(best.least_ttfts_s, default=0.0)) + demand.mean_output * best.tbt_s
+        in_flight = demand.rate * seconds
+    num = min(_MAX_REQUESTS, max(_NUM_REQUESTS, math.ceil(_FILLS * in_flight)))
+    return num if is_drawn(spec) else min(num, len(whole(spec).arrivals))
+
+
+# ---------------------------------------------------------------- the recorded layout
+
+
+def _current(setup: Setup, hardware: str, layout: str) -> Candidate:
+    """Return the candidate of a layout, with the settings that a recording has."""
+    cluster = parse_fleet(layout)
+    trace, recorded = Path(setup.workload.workload), None
+    if trace.is_file() and not is_drawn(setup.workload):
+        recorded = recorded_layout(trace)
+    options = {} if recorded is None else {"max_num_batched_tokens": _ENGINE_STEP, **recorded.get("options", {})}
+    policy = "auto" if cluster.decode_spec is None else "tetris"
+    return Candidate(
+        hardware=hardware,
+        spec=cluster.spec,
+        decode=cluster.decode_spec,
+        policy=policy if recorded is None else str(recorded["policy"]),
+        policy_options=() if recorded is None else tuple(sorted(recorded.get("policy_options", {}).items())),
+        max_num_batched_tokens=options.get("max_num_batched_tokens"),
+        host_kv_gib=float(options.get("host_kv_gib") or 0.0),
+    )
+
+
+def _recorded_times(setup: Setup, candidate: Candidate) -> tuple[RecordedTime, ...]:
+    """Simulate a trace at its own times, and compare with its recorded times. Empty if there are none."""
+    if is_drawn(setup.workload):
+        return ()
+    requests = read_trace(Path(setup.workload.workload), num=setup.workload.num_requests)
+    if not any(request.ttft_s or request.tpot_s for request in requests):
+        return ()
+    own = make_workload(replace(setup.workload, rate=None))
+    ttfts_s, tpots_s = [one.ttft_s for one in requests], [one.tpot_s for one in requests]
+    return recorded_times(experiment_of(setup, candidate).run(own), ttfts_s, tpots_s)
+
+
+# ---------------------------------------------------------------- estimates
+
+
+def _forecasts(
+    setup: Setup, space: Space, demand: Demand, question: Question
+) -> tuple[Mapping[Candidate, Forecast], tuple[Pruned, ...]]:
+    """Return the forecasts of candidates, and the pruned ones. Profiles give no forecasts, so nothing is pruned.
+
+    Raises:
+        ParameterError: if no candidate can run.
+    """
+    every = list(candidates(space))
+    if setup.profiles:
+        return dict.fromkeys(every, Forecast.unknown()), ()
+
+    @cache
+    def line(hardware: str, tp: int, pp: int) -> Roofline | str:
+        candidate = Candidate(hardware=hardware, spec=ParallelSpec(tp=tp, pp=pp))
+        try:
+            cost = experiment_of(setup, candidate, num_gpu_blocks_override=1).cost
+        except ValueError as error:
+            return str(error)
+        assert isinstance(cost, RooflineCost), "there is no noise"
+        return cost.lines[0]
+
+    estimator = Estimator(line, demand, setup.level)
+    kept = prune(every, estimator, setup.level, question.attainment)
+    if not kept.forecasts:
+        reason = kept.pruned[-1].reason if kept.pruned else "there is none"
+        problem = f"({question.num_gpus}) are too few of {', '.join(question.hardware)} for this model: {reason}"
+        raise ParameterError("gpus", problem, question.num_gpus)
+    return kept.forecasts, kept.pruned
+
+
+def _num_layers(setup: Setup, hardware: str) -> int:
+    tp = setup.profiles[0][0] if setup.profiles else 1
+    candidate = Candidate(hardware=hardware, spec=ParallelSpec(tp=tp))
+    shape = experiment_of(setup, candidate, num_gpu_blocks_override=1).facts.shape
+    assert shape is not None, "a simulation has the model's shape"
+    return shape.num_layers
+
+
+# ---------------------------------------------------------------- the command
+
+
+def _command(setup: Setup, candidate: Candidate) -> str:
+    """Return the command line that serves a model as the candidate does."""
+    words = ["longspan", "serve", setup.model, *candidate.flags]
+    if setup.profiles:
+        key = read_profile(Path(dict(setup.profiles)[candidate.spec.tp])).profile_key
+        words += ["--device", key.device, "--threads-per-rank", str(key.threads), "--dtype", key.dtype]
+    else:
+        words += [] if candidate.hardware.startswith("cpu") else ["--device", "cuda"]
+        words += ["--executor", "ray"] if candidate.num_gpus > setup.gpus_per_host else []
+        words += ["--dtype", setup.devices.dtype] if setup.devices.dtype in {"float32", "bfloat16"} else []
+    return shlex.join(words)

@@ -32,7 +32,7 @@ from longspan.model.folder import CONFIG, GENERATION_CONFIG
 from longspan.model.quantization import quantised_bytes
 from longspan.model.source import local_folder
 from longspan.model.store import DTYPES
-from longspan.planning import specs_of
+from longspan.planner.candidates import specs_of
 from longspan.pool_sizes import KvBytes, by_rule, unbounded
 from longspan.progress import Say
 from longspan.resolve import EngineModel, ResolvedEngine

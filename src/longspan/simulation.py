@@ -84,7 +84,7 @@ def make_experiment(
     if cluster.profile is None:
         sizes = read_architecture(model, cluster)
         return computed_experiment(sizes, read_device(cluster.hardware), cluster, scheduling, faults)
-    profile = _read_profile(cluster.profile)
+    profile = read_profile(cluster.profile)
     key = profile.profile_key
     if _last_name(model) != _last_name(key.model):  # the profiled machine may use another folder
         problem = f"is of model {key.model}, but {model} given: give that, or a profile of {model}"
@@ -204,7 +204,8 @@ def _fetched(model: str) -> Path:
         raise ParameterError("model", f"{explain(model, error)} ({known})", model) from error
 
 
-def _read_profile(path: Path) -> Profile:
+def read_profile(path: Path) -> Profile:
+    """Read a profile. Raise ParameterError for a file that cannot be read."""
     try:
         return Profile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -23,18 +23,18 @@ from longspan.args import EngineArgs
 from longspan.core.sampling import SamplingParams
 from longspan.core.splits import ParallelSpec
 from longspan.errors import ParameterError
-from longspan.planning import (
+from longspan.machine import (
     DEFAULT_OUTPUT_TOKENS,
-    Candidate,
     Outcome,
     arrivals_of,
     best,
-    candidates,
     check_options,
     explanation,
+    name_of,
+    options_of,
     sample_indices,
-    specs_of,
 )
+from longspan.planner.candidates import Candidate, offline_candidates, specs_of
 from longspan.text.input_processor import EngineRequest
 
 PP2, TP2, TWO = (ParallelSpec.parse(spec) for spec in ("pp2", "tp2", "2"))
@@ -52,7 +52,7 @@ def test_specs_take_all_ranks_and_layers_are_enough(num_ranks: int, num_layers: 
         if instances * tp * pp == num_ranks and pp <= num_layers
     }
     assert set(specs) == every and len(specs) == len(every)
-    pairs = candidates(specs, policy="seesaw", with_pairs=True)
+    pairs = offline_candidates(specs, hardware="cpu", policy="seesaw", with_pairs=True)
     assert all(one.decode not in (None, one.spec) for one in pairs)
     assert all(one.decode is not None and one.decode.instances == one.spec.instances for one in pairs)
 
@@ -60,24 +60,27 @@ def test_specs_take_all_ranks_and_layers_are_enough(num_ranks: int, num_layers: 
 def test_two_ranks() -> None:
     specs = specs_of(2, 30)
     assert specs == [TWO, PP2, TP2]
-    every = list(map(str, candidates(specs, policy="auto", with_pairs=True)))
+    every = list(map(name_of, offline_candidates(specs, hardware="cpu", policy="auto", with_pairs=True)))
     assert every == ["2", "pp2", "tp2", "seesaw pp2 to tp2", "seesaw tp2 to pp2"]
-    assert list(map(str, candidates(specs, policy="chunked", with_pairs=True))) == every[:3]
-    assert list(map(str, candidates(specs, policy="auto", with_pairs=False))) == every[:3]
-    assert list(map(str, candidates(specs, policy="seesaw", with_pairs=True))) == every[3:]
+    assert list(map(name_of, offline_candidates(specs, hardware="cpu", policy="chunked", with_pairs=True))) == every[:3]
+    assert list(map(name_of, offline_candidates(specs, hardware="cpu", policy="auto", with_pairs=False))) == every[:3]
+    assert list(map(name_of, offline_candidates(specs, hardware="cpu", policy="seesaw", with_pairs=True))) == every[3:]
     assert specs_of(2, 1) == [TWO, TP2]
 
 
 def test_a_candidate_holds_the_arguments_of_the_engine() -> None:
     given = EngineArgs(parallel="auto", host_kv_gib=1.0)
-    static = Candidate(spec=PP2).options(given)
+    static = options_of(Candidate(hardware="cpu", spec=PP2), given)
     assert static == replace(given, parallel="pp2", policy="chunked")
-    pair = Candidate(spec=PP2, decode=TP2).options(given).resolve()
+    pair = options_of(Candidate(hardware="cpu", spec=PP2, decode=TP2, policy="seesaw"), given).resolve()
     assert [one.spec for one in pair.phases] == [PP2, TP2]
 
 
 def test_the_fastest_of_the_candidates_with_the_most_requests_is_chosen() -> None:
-    slow, quick = Outcome(candidate=Candidate(spec=PP2), requests_per_s=2.0), Candidate(spec=TP2)
+    slow, quick = (
+        Outcome(candidate=Candidate(hardware="cpu", spec=PP2), requests_per_s=2.0),
+        Candidate(hardware="cpu", spec=TP2),
+    )
     assert best([slow, Outcome(candidate=quick, requests_per_s=3.0)]).candidate == quick
     assert best([slow, Outcome(candidate=quick, requests_per_s=3.0, num_refused=1)]) is slow
     assert best([Outcome(candidate=quick, problem="no room"), slow]) is slow
@@ -89,7 +92,12 @@ def test_the_fastest_of_the_candidates_with_the_most_requests_is_chosen() -> Non
 
 
 def test_an_outcome_is_explained() -> None:
-    pair = Outcome(candidate=Candidate(spec=PP2, decode=TP2), num_transitions=3, prefill_share=0.25, num_refused=2)
+    pair = Outcome(
+        candidate=Candidate(hardware="cpu", spec=PP2, decode=TP2, policy="seesaw"),
+        num_transitions=3,
+        prefill_share=0.25,
+        num_refused=2,
+    )
     assert explanation(pair) == "25% of step time is prefill, 3 transitions, 2 requests do not fit"
     assert explanation(replace(pair, problem="no room")) == "not simulated: no room"
 

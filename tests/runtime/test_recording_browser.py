@@ -47,14 +47,14 @@ def test_the_page_of_a_real_run_is_drawn_without_a_network(tiny: Path, tmp_path:
         page.on("request", lambda request: requests.append(request.url))  # type: ignore[attr-defined]
 
     with PICTURE["opened"](report, watch) as page:
-        for name in ("instances", "ttft-by-length", "ttft", "tbt"):
+        for name in ("instances", "ttft-by-arrival", "waiting", "kv", "ttft-by-length", "ttft", "tpot", "tbt"):
             page.wait_for_selector(PICTURE["DRAWN"].format(name))
         assert complaints == [] and requests == [page.url]
         assert page.locator("#ttft-by-length .point").count() == len(PROMPTS)
         drawn = page.locator("#instances .subplot.xy .trace.bars").first.locator("path").count()
-        bars = page.evaluate("() => document.getElementById('instances')._fullData[0].y")
-        assert drawn == len(bars) > 0 and set(bars) == {0, 1}
-        lines = [page.locator(f"#instances .subplot.x{row}y{row} .trace").count() for row in (3, 4)]
+        bars = page.evaluate("() => document.getElementById('instances').data[1].y")
+        assert drawn == len(bars) > 0 and set(bars) == {"0", "1"}
+        lines = [page.locator(f"#{name} .trace").count() for name in ("waiting", "kv")]
         assert lines == [1, 2]
         check_picture(page, tmp_path / "run.png")
 
@@ -67,11 +67,11 @@ def test_a_recorded_and_a_simulated_run_are_drawn_on_one_page(tiny: Path, tmp_pa
     assert run("simulate", str(tiny), *cluster, "--replay", str(trace), "--report", str(report)) == 0
     with PICTURE["opened"](report) as page:
         page.wait_for_selector(PICTURE["DRAWN"].format("instances"))
-        titles = page.locator("#instances .annotation-text").all_text_contents()
-        assert titles[:2] == ["recorded chunked", "chunked"]
-        for plot in ("xy", "x2y2"):
-            bars = page.locator(f"#instances .subplot.{plot} .trace.bars").first
+        titles = page.locator("h3:has-text('Instances')").all_text_contents()
+        assert titles == ["Instances, recorded chunked", "Instances, chunked"]
+        for name in ("instances", "instances-2"):
+            bars = page.locator(f"#{name} .subplot.xy .trace.bars").first
             assert bars.locator("path").count() > len(PROMPTS)
-        head = page.locator("table:has-text('TTFT P50') th, table:has-text('P50') th").all_text_contents()
-        assert head[1:3] == ["recorded chunked", "chunked"]
+        policies = page.locator("table:has-text('TTFT P99') td:first-child").all_text_contents()
+        assert policies == ["recorded chunked", "chunked"] == page.locator(".legend button").all_text_contents()
         check_picture(page, tmp_path / "page.png")

@@ -20,7 +20,8 @@ from longspan.cost import catalog
 from longspan.cost.catalog import model_config
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
 from longspan.cost.step_cost import RooflineCost
-from longspan.extras import report, timeline
+from longspan.extras import timeline
+from longspan.extras.report import lanes
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment
 from longspan.workload.requests import make_workload
@@ -219,15 +220,17 @@ def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFix
             prompts[int(event["name"].split()[1])] += event["args"]["stop"] - event["args"]["start"]
     assert sum(prompts.values()) == found["num_prompt_tokens"]
     text = page.read_text().replace("\u00a0", " ")
-    assert all(f'id="{name}"' in text for name in ("instances", "ttft-by-length", "ttft", "tbt"))
-    assert "<h2>Accuracy</h2>" in text and "computed for" not in text, "a profile has no data sheet"
-    assert "<td>in compute</td>" in text, "nor does it tell communication apart"
+    assert all(f'id="{name}"' in text for name in ("instances", "ttft-by-length", "ttft", "tpot", "tbt"))
+    assert "<h2>Error of these predictions</h2>" in text and "against papers" not in text, "a profile has no data sheet"
+    assert ">in compute</td>" in text, "nor does it tell communication apart"
     linked = re.findall(r'(?:src|href)="([^"]+)"', text.partition("</head>")[2])
     assert not linked, "everything is in the page"
 
 
 def rows_of(page: Path) -> dict[str, str]:
-    return dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td></tr>", page.read_text().replace("\u00a0", " ")))
+    return dict(
+        re.findall(r"<tr><td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td></tr>", page.read_text().replace("\u00a0", " "))
+    )
 
 
 def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +266,7 @@ def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {name: found.get(name) for name in expected} == expected
     assert re.fullmatch(r"[\d,]+, [\d,]+ to decode", found["KV blocks"])
     assert not {"profile", "restart-time", "exchange", "transfer-backends"} & found.keys()
-    assert '"ticktext":["prefill 0","prefill 1","prefill 2","prefill 3","decode 4"]' in page.read_text()
+    assert '"names":["prefill 0","prefill 1","prefill 2","prefill 3","decode 4"]' in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -371,7 +374,8 @@ def test_a_result_that_cannot_be_written_is_reported(
 def test_a_page_needs_the_library_that_draws(
     profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "longspan.extras.report", raising=False)
+    for name in [name for name in sys.modules if name.startswith("longspan.extras.report")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     page = str(tmp_path / "out.html")
     assert run("simulate", "smollm2-135m", "--profile", str(profile), "--rate", "1", "--report", page) == 2
@@ -382,7 +386,7 @@ def test_pictures_of_long_runs_hold_the_first_blocks_and_say_so(
     profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(timeline, "_MAX_BLOCKS", 5)
-    monkeypatch.setattr(report, "_MAX_BARS", 3)
+    monkeypatch.setattr(lanes, "MAX_BLOCKS", 3)
     page, trace = tmp_path / "out.html", tmp_path / "out.json"
     options = ("--profile", str(profile), "--gpus-per-host", "1", "--rate", "1", "--num-requests", "6")
     pictures = ("--report", str(page), "--trace", str(trace))
@@ -390,7 +394,9 @@ def test_pictures_of_long_runs_hold_the_first_blocks_and_say_so(
     blocks = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert 5 <= len(blocks) <= 7, "whole steps, until there are 5"
     assert f"longspan: --trace holds the first {len(blocks)} blocks only\n" in capsys.readouterr().err
-    assert re.search(r"Shown are the first [\d.]+ seconds\.", page.read_text())
+    text = page.read_text()
+    assert re.search(r"Shown are the first [\d.]+ seconds\.", text)
+    assert re.search(r"Steps can be shown in the first [\d.]+ seconds\.", text)
 
 
 @pytest.mark.parametrize(

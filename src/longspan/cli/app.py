@@ -41,7 +41,20 @@ app = App(
 )
 for _number, _verb in enumerate(
     (
-        *("generate", "ask", "chat", "serve", "batch", "models", "profile", "eval", "tune", "simulate", "estimate"),
+        *(
+            "generate",
+            "ask",
+            "chat",
+            "serve",
+            "batch",
+            "models",
+            "profile",
+            "eval",
+            "tune",
+            "simulate",
+            "estimate",
+            "plan",
+        ),
         *("cache", "get"),
     )
 ):

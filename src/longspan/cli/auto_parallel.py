@@ -15,7 +15,7 @@ from longspan.cli.outputs import note
 
 if TYPE_CHECKING:
     from longspan.cli.batch import BatchLine
-    from longspan.planning import Machine, Outcome
+    from longspan.machine import Machine, Outcome
     from longspan.workload.arrivals import Arrival
 
 _MAX_SIMULATED = 64
@@ -28,7 +28,7 @@ def with_best_parallel(model: str, engine: EngineArgs, lines: Iterable[BatchLine
     Raises:
         ValueError: the options exclude a search, no profile was measured, or no candidate can run.
     """
-    from longspan.planning import Machine, best, sample_indices  # noqa: PLC0415 - loads torch
+    from longspan.machine import Machine, best, options_of, sample_indices  # noqa: PLC0415 - loads torch
 
     machine = Machine.of(replace(engine, model=model))
     sampled = set(sample_indices(num_lines, _MAX_SIMULATED))
@@ -40,12 +40,12 @@ def with_best_parallel(model: str, engine: EngineArgs, lines: Iterable[BatchLine
     outcomes = [machine.outcome(candidate, arrivals) for candidate in bar]
     winner = best(outcomes)
     _print(machine, outcomes, winner, num_requests=len(arrivals))
-    return replace(winner.candidate.options(machine.given), model=engine.model)
+    return replace(options_of(winner.candidate, machine.given), model=engine.model)
 
 
 def _arrivals(machine: Machine, lines: Iterable[BatchLine]) -> list[Arrival]:
     """Tokenize requests as the run will. Omit requests that cannot be served."""
-    from longspan.planning import arrivals_of  # noqa: PLC0415
+    from longspan.machine import arrivals_of  # noqa: PLC0415
     from longspan.serve.convert import ServedModel  # noqa: PLC0415 - loads transformers
     from longspan.serve.errors import WireError  # noqa: PLC0415
     from longspan.serve.responses import engine_requests_of  # noqa: PLC0415
@@ -69,7 +69,7 @@ def _arrivals(machine: Machine, lines: Iterable[BatchLine]) -> list[Arrival]:
 
 def _print(machine: Machine, outcomes: list[Outcome], winner: Outcome, *, num_requests: int) -> None:
     """Print the table of all candidates, fastest first, the omitted candidates, and the choice."""
-    from longspan.planning import explanation  # noqa: PLC0415
+    from longspan.machine import explanation, name_of  # noqa: PLC0415
 
     table = Table("parallel", "requests/s", "ratio", "why", title_justify="left")
     for column in table.columns[1:3]:
@@ -78,7 +78,7 @@ def _print(machine: Machine, outcomes: list[Outcome], winner: Outcome, *, num_re
         ran = outcome.problem is None
         rate = f"{outcome.requests_per_s:.3g}" if ran else ""
         ratio = f"{outcome.requests_per_s / winner.requests_per_s:.2f}" if ran and winner.requests_per_s else ""
-        table.add_row(str(outcome.candidate), rate, ratio, explanation(outcome))
+        table.add_row(name_of(outcome.candidate), rate, ratio, explanation(outcome))
     Console(stderr=True).print(table)
     for tp, command in machine.unmeasured.items():
         note(f"instances with tp {tp} have no profile, so they were not simulated: {command}")
@@ -86,6 +86,6 @@ def _print(machine: Machine, outcomes: list[Outcome], winner: Outcome, *, num_re
         note("pairs for Seesaw need --host-kv-gib, so none was simulated")
     rest = [outcome for outcome in outcomes if outcome.problem is None and outcome is not winner]
     second = max(filter(lambda o: o.requests_per_s, rest), key=lambda o: o.requests_per_s, default=None)
-    ratio = f", {winner.requests_per_s / second.requests_per_s:.2f} times {second.candidate}" if second else ""
+    ratio = f", {winner.requests_per_s / second.requests_per_s:.2f} times {name_of(second.candidate)}" if second else ""
     rate = f"{winner.requests_per_s:.3g} requests/s of {num_requests} simulated"
-    note(f"uses {winner.candidate}: {rate}{ratio}; {explanation(winner)}")
+    note(f"uses {name_of(winner.candidate)}: {rate}{ratio}; {explanation(winner)}")

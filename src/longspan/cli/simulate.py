@@ -118,7 +118,7 @@ def simulate(
     if results.report or results.trace:
         given = (cluster, experiments[0].scheduling, workload, faults, level)
         settings = _settings(model, experiments, given)
-        _write_pictures(results, records, [*map(_flat, numbers_of.values())], settings, cluster)
+        _write_pictures(results, records, [*map(_flat, numbers_of.values())], settings, cluster, level)
     _print(experiments, numbers_of, as_json=results.as_json)
     return 0 if all(record.result.served for record in records) else 1
 
@@ -357,12 +357,13 @@ def _write_pictures(
     numbers: Sequence[FlatNumbers],
     settings: dict[str, object],
     cluster: ClusterSpec,
+    level: ServiceLevel,
 ) -> None:
     if results.report is not None:
         from longspan.extras.report import html_report  # noqa: PLC0415
 
         attention = cluster.attention or "flash"
-        page = html_report(records, numbers, settings, hardware=cluster.hardware, attention=attention)
+        page = html_report(records, numbers, settings, level=level, hardware=cluster.hardware, attention=attention)
         write_result("--report", results.report, page)
     if results.trace is not None:
         from longspan.extras.trace import chrome_trace  # noqa: PLC0415

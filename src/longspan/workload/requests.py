@@ -64,6 +64,12 @@ def _clients(spec: WorkloadSpec) -> Clients | None:
     return Clients(number=number, think_s=spec.think_time or 0.0, together=spec.batch_size is not None)
 
 
+def is_drawn(spec: WorkloadSpec) -> bool:
+    """Return whether requests are drawn at random, so that another seed gives other requests."""
+    path = Path(spec.workload)
+    return spec.workload in _NAMED or (path.suffix == ".json" and not _is_recorded(_read_json(path)))
+
+
 def _requests(spec: WorkloadSpec) -> list[RequestSpec]:
     """Return the requests of a workload. Only requests of a trace may have times."""
     if spec.workload in _NAMED:

@@ -1,0 +1,288 @@
+"""The simulations of a plan: in this process or in several, with results that a later run of the same plan reads.
+
+`python -m longspan.plan_runs` is such a process. Its first line of input is a `Setup`, and each further line a `Work`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from longspan.core.options import SchedulingArgs
+from longspan.errors import WorkerLostError
+from longspan.file_errors import unwritten
+from longspan.model.files import cache_root
+from longspan.planner.candidates import Candidate
+from longspan.planner.samples import Outcome, Work, outcome_of, window
+from longspan.runtime.child import how_ended, start_child
+from longspan.sim.experiment import Experiment
+from longspan.sim.spec import ClusterSpec, HardwareSpec, ServiceLevel
+from longspan.simulation import make_experiment
+from longspan.workload.arrivals import Workload
+from longspan.workload.requests import is_drawn, make_workload
+from longspan.workload.spec import WorkloadSpec
+
+_log = logging.getLogger("longspan")
+_MODULE = "longspan.plan_runs"
+_PACKAGES = ("core", "cost", "planner", "policy", "sim", "workload")
+"""The packages that determine the result of a simulation."""
+_BATCHES_PER_PROCESS = 4
+"""Batches of each process, from which on all seeds of a candidate are one batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Settings that all simulations of a plan have in common.
+
+    Attributes:
+        profiles: files of profiles by tp, in place of data sheets.
+    """
+
+    model: str
+    devices: HardwareSpec
+    gpus_per_host: int
+    profiles: tuple[tuple[int, str], ...]
+    workload: WorkloadSpec
+    level: ServiceLevel
+
+    def cluster(self, candidate: Candidate) -> ClusterSpec:
+        """Return the candidate's instances on the fewest hosts that split no instance."""
+        specs = [candidate.spec, *([] if candidate.decode is None else [candidate.decode])]
+        if self.profiles:
+            cluster = ClusterSpec(profile=Path(dict(self.profiles)[candidate.spec.tp]))
+        else:
+            num_gpus = candidate.num_gpus
+            hosts = math.ceil(num_gpus / self.gpus_per_host)
+            while hosts < num_gpus and any(math.ceil(num_gpus / hosts) % spec.tp for spec in specs):
+                hosts += 1
+            cluster = ClusterSpec(hardware=candidate.hardware, hosts=hosts, **vars(self.devices))
+        if candidate.decode is None:
+            return replace(cluster, parallel=str(candidate.spec))
+        return replace(cluster, prefill_parallel=str(candidate.spec), decode_parallel=str(candidate.decode))
+
+
+def run(setup: Setup, work: Work) -> Outcome:
+    """Run a simulation. A problem of the candidate is part of the outcome."""
+    rate = work.rate or base_rate(setup.workload)
+    sample = sample_of(setup.workload, work.seed, work.num_requests, rate)
+    try:
+        result = experiment_of(setup, work.candidate).run(sample)
+    except ValueError as error:
+        return Outcome(problem=str(error))
+    return outcome_of(result, sample, setup.level, rate)
+
+
+@lru_cache(maxsize=8)
+def experiment_of(setup: Setup, candidate: Candidate, num_gpu_blocks_override: int | None = None) -> Experiment:
+    """Build the experiment of a candidate. Raise ValueError if it cannot run."""
+    scheduling = SchedulingArgs(
+        policy=candidate.policy,
+        policy_options=dict(candidate.policy_options),
+        max_num_batched_tokens=candidate.max_num_batched_tokens,
+        host_kv_gib=candidate.host_kv_gib,
+        num_gpu_blocks_override=num_gpu_blocks_override,
+    )
+    return make_experiment(setup.model, setup.cluster(candidate), scheduling)
+
+
+# ---------------------------------------------------------------- requests
+
+
+def base_rate(spec: WorkloadSpec) -> float:
+    """Return the requests per second of a workload. Infinite if all arrive at the start."""
+    if spec.is_closed_loop:
+        return math.inf
+    if spec.requests_per_s is not None:
+        return spec.requests_per_s
+    arrivals = whole(spec).arrivals
+    last_s = max(arrival.due_s for arrival in arrivals if arrival.follows is None)
+    return len(arrivals) / last_s if last_s else math.inf
+
+
+@lru_cache(maxsize=2)
+def whole(spec: WorkloadSpec) -> Workload:
+    """Return all requests of a trace. `num_requests` is the length of its samples."""
+    return make_workload(replace(spec, num_requests=None))
+
+
+@lru_cache(maxsize=16)
+def sample_of(spec: WorkloadSpec, seed: int, num: int, rate: float) -> Workload:
+    """Return `num` requests at a rate: drawn by the seed, or a part of the trace that depends on the seed."""
+    num = max(spec.turns, num // spec.turns * spec.turns)
+    if is_drawn(spec):
+        drawn = replace(spec, seed=spec.seed + seed, num_requests=num)
+        if not spec.is_closed_loop:
+            offline = math.isinf(rate)
+            drawn = replace(drawn, rate=None if offline else rate, offline=offline)
+        return make_workload(drawn)
+    return window(whole(spec), seed, num, rate)
+
+
+# ---------------------------------------------------------------- processes
+
+Batch = tuple[Work, ...]
+Ended = tuple[Batch, tuple[Outcome, ...]]
+
+
+class Runner:
+    """Runs simulations, in this process or in several, and stores each outcome in a file from which it is read again.
+
+    Args:
+        num_processes: with 1, simulations run in this process.
+        progress: gets the numbers of finished simulations, and of all simulations that are known so far.
+        store: None stores nothing.
+    """
+
+    def __init__(
+        self, setup: Setup, num_processes: int, progress: Callable[[int, int], object], store: Path | None
+    ) -> None:
+        self._setup, self._num_processes, self._progress, self._store = setup, num_processes, progress, store
+        self._num_ended = 0
+        self.num_requests = 0
+        """Requests of all simulations, including stored ones."""
+        self._counted: set[Work] = set()
+        self._known = _stored(store)
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._pending: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Ended | WorkerLostError] = queue.SimpleQueue()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children:
+            self._pending.put(None)
+            child.kill()
+            child.wait()
+
+    def __call__(self, work: Sequence[Work]) -> dict[Work, Outcome]:
+        """Run simulations in any order."""
+        outcomes = {one: self._known[one] for one in work if one in self._known}
+        missing = list(dict.fromkeys(one for one in work if one not in outcomes))
+        self.num_requests += sum(one.num_requests for one in {*work} - self._counted)
+        self._counted.update(work)
+        self._num_ended = len(self._counted) - len(missing)
+        self._progress(self._num_ended, len(self._counted))
+        for batch, ended in self._in_children(missing) if self._num_processes > 1 else self._here(missing):
+            for one, outcome in zip(batch, ended, strict=True):
+                outcomes[one] = self._known[one] = outcome
+                _append(self._store, one, outcome)
+                self._num_ended += 1
+                self._progress(self._num_ended, len(self._counted))
+        return outcomes
+
+    def _here(self, work: Sequence[Work]) -> Iterator[Ended]:
+        return (((one,), (run(self._setup, one),)) for one in work)
+
+    def _in_children(self, work: Sequence[Work]) -> Iterator[Ended]:
+        """Give batches to the children. Many candidates are batches each, so that a child builds a cluster once."""
+        keys = [one.candidate for one in work]
+        is_many = len(set(keys)) >= _BATCHES_PER_PROCESS * self._num_processes
+        batches = [tuple(group) for _, group in groupby(work, attrgetter("candidate"))] if is_many else zip(work)
+        num = 0
+        for num, batch in enumerate(batches, start=1):  # noqa: B007 - counted
+            self._pending.put(tuple(batch))
+        while len(self._children) < min(self._num_processes, num):
+            rank = len(self._children)
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            child = start_child(_MODULE, stdout=subprocess.PIPE, env=environment)
+            self._children.append(child)
+            threading.Thread(target=self._serve, args=(rank, child), daemon=True).start()
+        for _ in range(num):
+            result = self._ended.get()
+            if isinstance(result, WorkerLostError):
+                raise result
+            yield result
+
+    def _serve(self, rank: int, child: subprocess.Popen[bytes]) -> None:
+        """Give pending batches to a child until it ends."""
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            child.stdin.write(msgspec.json.encode(self._setup) + b"\n")
+            while (batch := self._pending.get()) is not None:
+                child.stdin.write(msgspec.json.encode(batch) + b"\n")
+                child.stdin.flush()
+                self._ended.put((batch, msgspec.json.decode(child.stdout.readline(), type=tuple[Outcome, ...])))
+        except (OSError, ValueError):  # a closed pipe
+            self._ended.put(WorkerLostError(rank, how_ended(child.wait())))
+
+
+def _work() -> None:
+    """Run batches of simulations from standard input until it closes."""
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
+    for line in sys.stdin.buffer:
+        outcomes = [run(setup, work) for work in msgspec.json.decode(line, type=Batch)]
+        sys.stdout.buffer.write(msgspec.json.encode(outcomes) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+# ---------------------------------------------------------------- stored outcomes
+
+
+class _Line(msgspec.Struct):
+    work: Work
+    outcome: Outcome
+
+
+def store_of(setup: Setup) -> Path:
+    """Return the file of outcomes. Its name depends on all inputs of simulations, and on the code that runs them."""
+    inputs = hashlib.sha256()
+    root = Path(__file__).parent
+    for package in _PACKAGES:
+        for file in sorted((root / package).rglob("*")):
+            if file.suffix in {".py", ".toml"}:
+                inputs.update(file.read_bytes())
+    inputs.update(msgspec.json.encode(setup))
+    for path in (*_configs(setup.model), setup.workload.workload, *(path for _, path in setup.profiles)):
+        if Path(path).is_file():
+            inputs.update(Path(path).read_bytes())
+    return cache_root() / "plans" / f"{inputs.hexdigest()[:16]}.jsonl"
+
+
+def _configs(model: str) -> tuple[str, ...]:
+    """Return the files of a local model. Other models are known by their names."""
+    return (model, str(Path(model) / "config.json"))
+
+
+def _stored(path: Path | None) -> dict[Work, Outcome]:
+    """Read all outcomes. A line that a killed process has not completed is left out."""
+    outcomes: dict[Work, Outcome] = {}
+    if path is None:
+        return outcomes
+    with suppress(FileNotFoundError):
+        for text in path.read_bytes().splitlines():
+            with suppress(msgspec.DecodeError):
+                line = msgspec.json.decode(text, type=_Line)
+                outcomes[line.work] = line.outcome
+    return outcomes
+
+
+def _append(path: Path | None, work: Work, outcome: Outcome) -> None:
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(_Line(work=work, outcome=outcome)) + b"\n")
+    except OSError as error:
+        raise ValueError(f"the cache {unwritten(path, error)}: set LONGSPAN_CACHE to another folder") from None
+
+
+if __name__ == "__main__":
+    _work()

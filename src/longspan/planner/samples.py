@@ -1,0 +1,143 @@
+"""Samples of a workload by seed, and the numbers of a simulated sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+
+from longspan.planner.candidates import Candidate
+from longspan.planner.values import RecordedTime
+from longspan.sim.run import Result, percentile
+from longspan.sim.spec import ServiceLevel
+from longspan.workload.arrivals import Arrival, Workload
+
+_WARM_UP = 0.2
+"""Share of the requests of a sample that fill the instances first, and are not counted."""
+_HEADROOMS = (0.6, 0.8, 1.0, 1.25, 1.6)
+"""Factors of the bounds of a service level."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A simulation to run: a candidate with a sample of the workload.
+
+    Attributes:
+        rate: requests per second. None is the workload's own rate.
+    """
+
+    candidate: Candidate
+    seed: int
+    num_requests: int
+    rate: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The numbers of a simulated sample. All are 0 or None if there is a `problem`.
+
+    Attributes:
+        headroom: the mean attainment at bounds from 0.6 to 1.6 times the level. It orders short samples, in which few
+            requests decide the attainment.
+        tbt_p99_s: P99 over requests of the mean time between tokens, to which `slo_tbt` applies.
+    """
+
+    attainment: float = 0.0
+    headroom: float = 0.0
+    goodput_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    ttft_p99_s: float | None = None
+    tbt_p99_s: float | None = None
+    num_requests: int = 0
+    problem: str | None = None
+
+
+def window(workload: Workload, seed: int, num: int, rate: float) -> Workload:
+    """Return `num` consecutive requests of a trace at a rate. Seeds begin at different requests.
+
+    The trace repeats after its end. A window begins with the first turn of a conversation.
+    """
+    arrivals = workload.arrivals
+    start = round(len(arrivals) * (seed * 0.618034 % 1)) % len(arrivals)
+    while arrivals[start].follows is not None:
+        start -= 1
+    period_s = max(a.due_s for a in arrivals if a.follows is None) * (1 + 1 / len(arrivals))
+    chosen: list[Arrival] = []
+    for index in range(start, start + num):
+        lap, place = divmod(index, len(arrivals))
+        arrival = arrivals[place]
+        if arrival.follows is None:
+            arrival = replace(arrival, due_s=arrival.due_s + lap * period_s - arrivals[start].due_s)
+        else:
+            arrival = replace(arrival, follows=arrival.follows + lap * len(arrivals) - start)
+        chosen.append(arrival)
+    chosen_workload = replace(workload, arrivals=chosen)
+    return chosen_workload if workload.clients is not None else chosen_workload.at_rate(rate)
+
+
+def outcome_of(result: Result, workload: Workload, level: ServiceLevel, rate: float) -> Outcome:
+    """Return the numbers of a run at a rate, without its first requests.
+
+    Requests that all arrive at the start have no steady state, so all are counted, per second until the last answer.
+    In a closed loop, and in conversations, requests wait for answers. They count per second in which they arrived.
+    """
+    offline = math.isinf(rate) and workload.clients is None
+    first = 0 if offline else int(_WARM_UP * len(workload.arrivals))
+    counted = replace(
+        result,
+        served=tuple(request for request in result.served if request.index >= first),
+        refused={index: reason for index, reason in result.refused.items() if index >= first},
+    )
+    num = len(counted.served) + len(counted.refused)
+    attainment = counted.attainment(level)
+    arrived_s = [request.arrival_s for request in counted.served]
+    if offline:
+        arrivals_per_s = num / result.makespan_s if result.makespan_s else 0.0
+    elif workload.clients is None and workload.arrivals[-1].follows is None:
+        arrivals_per_s = rate
+    else:
+        span_s = max(arrived_s, default=0.0) - min(arrived_s, default=0.0)
+        arrivals_per_s = num / span_s if span_s else 0.0
+    return Outcome(
+        attainment=attainment,
+        headroom=fmean(counted.attainment(_scaled(level, factor)) for factor in _HEADROOMS),
+        goodput_per_s=attainment * arrivals_per_s,
+        tokens_per_s=result.num_tokens / result.makespan_s if result.makespan_s else 0.0,
+        ttft_p99_s=percentile(counted.ttfts_s, 99),
+        tbt_p99_s=percentile(counted.tpots_s, 99),
+        num_requests=len(workload.arrivals),
+    )
+
+
+def _scaled(level: ServiceLevel, factor: float) -> ServiceLevel:
+    """Return the level with all bounds multiplied."""
+
+    def scaled(bound: float | None) -> float | None:
+        return None if bound is None else bound * factor
+
+    classes = [replace(one, slo_ttft=scaled(one.slo_ttft), slo_tbt=scaled(one.slo_tbt)) for one in level.classes]
+    return ServiceLevel(slo_ttft=scaled(level.slo_ttft), slo_tbt=scaled(level.slo_tbt), classes=tuple(classes))
+
+
+def recorded_times(
+    result: Result, ttfts_s: Sequence[float | None], tpots_s: Sequence[float | None]
+) -> tuple[RecordedTime, ...]:
+    """Compare percentiles of recorded times with those of their simulation. Requests without a time are left out."""
+    pairs = {
+        "TTFT": [(ttfts_s[one.index], one.ttft_s) for one in result.served],
+        "TPOT": [(tpots_s[one.index], one.mean_tbt_s) for one in result.served if one.tbt_s],
+    }
+    times = []
+    for name, both in pairs.items():
+        known = np.array([(recorded, simulated) for recorded, simulated in both if recorded])
+        for percent in (50, 90, 99) if len(known) else ():
+            recorded_s, simulated_s = np.percentile(known, percent, axis=0).tolist()
+            times.append(RecordedTime(what=f"P{percent} {name}", recorded_s=recorded_s, simulated_s=simulated_s))
+    return tuple(times)
+
+
+Simulate = Callable[[list[Work]], dict[Work, Outcome]]
+"""Runs simulations, in any order."""

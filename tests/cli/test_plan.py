@@ -1,0 +1,290 @@
+"""`longspan plan`: its output, its exit codes, stored simulations, processes, and recorded layouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fake_llm import run
+from invented_profiles import measure
+
+from longspan import WorkloadSpec, plan, plan_runs
+from longspan.cli.app import app
+from longspan.cli.plan import read_prices
+from longspan.core.splits import ParallelSpec
+from longspan.errors import ParameterError
+from longspan.model.files import cache_root
+from longspan.plan_runs import Runner, Setup, store_of
+from longspan.planner.candidates import Candidate
+from longspan.planner.samples import Work
+from longspan.sim.spec import HardwareSpec, ServiceLevel
+
+BASE = ("plan", "llama-3-8b", "--hardware", "h100-sxm-80g", "--num-requests", "30", "--attainment", "0.8")
+ONE = ("--gpus", "1", "--rate", "0.3", "--slo-ttft", "10", "--slo-tbt", "0.2")
+LEVEL = ServiceLevel(slo_ttft=10.0, slo_tbt=0.2)
+SETUP = Setup(
+    model="llama-3-8b",
+    devices=HardwareSpec(),
+    gpus_per_host=8,
+    profiles=(),
+    workload=WorkloadSpec(rate=0.3),
+    level=LEVEL,
+)
+STATIC = Candidate(hardware="h100-sxm-80g", spec=ParallelSpec(), max_num_batched_tokens=4096)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "plans"
+
+
+def work(num: int = 3) -> list[Work]:
+    return [Work(candidate=STATIC, seed=seed, num_requests=10) for seed in range(num)]
+
+
+# ---------------------------------------------------------------- the verb
+
+
+def test_a_plan_has_a_command_that_the_command_line_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert run(*BASE, *ONE, "--report", str(page)) == 0
+    out = capsys.readouterr().out
+    [command] = re.findall(r"^start it: (.*)$", out, re.MULTILINE)
+    words = shlex.split(command)
+    assert words[:2] == ["longspan", "serve"] and "--policy" in words
+    assert " ".join(words[2:]) in page.read_text()
+    app.parse_args(words[1:], print_error=False, exit_on_error=False)
+    assert "The winner is the best static layout" in out and "error of the model" in out and "P99 TTFT" in out
+
+
+def test_too_high_a_rate_prints_the_nearest_and_the_highest_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*BASE, "--gpus", "1", "--rate", "8", "--slo-ttft", "10", "--json") == 1
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert not answer["winner"]["meets"] and 0 < answer["max_rate"] < 8
+    assert answer["question"]["level"]["slo_ttft"] == 10
+    assert {one["reason"] for one in answer["pruned"]} or len(answer["ranked"]) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "--hardware must be given"),
+        (("--hardware", "nope", "--slo-ttft", "1"), "nope"),
+        (("--hardware", "a10", "--profile", "x.json"), "--hardware and --profile exclude each other"),
+        (("--hardware", "a10"), "--slo-ttft or --slo-tbt must be given"),
+        (("--hardware", "a10", "--slo-ttft", "1", "--attainment", "1.5"), "--attainment must be above 0"),
+        (("--hardware", "a10", "--slo-ttft", "1", "--gpus", "0"), "gpus"),
+        (("--hardware", "a10", "--slo-ttft", "1", "--prices", "nothing.toml"), "--prices"),
+    ],
+)
+def test_mistakes_are_named(options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "llama-3-8b", "--rate", "1", *options) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_a_mistake_with_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "llama-3-70b", "--hardware", "a10", "--gpus", "1", "--rate", "1", "--slo-ttft", "9") == 2
+    assert re.search(r"--gpus\(1\) are too few of a10.*GiB", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.toml", "h100 = ", "a.toml"),
+        ("a.json", "[1]", "must map names"),
+        ("a.toml", "", "must map names"),
+        ("a.toml", "h100 = 'two'", "must be a number"),
+        ("a.json", '{"h100": true}', "must be a number"),
+    ],
+)
+def test_prices_are_checked(name: str, text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ParameterError, match=words):
+        read_prices(tmp_path / name)
+
+
+def test_prices_decide_between_hardware(tmp_path: Path) -> None:
+    (tmp_path / "prices.toml").write_text("h100-sxm-80g = 9.0\na100-sxm-80g = 1.5\n")
+
+    def best(prices: dict[str, float]) -> str:
+        answer = plan(
+            "llama-3-8b",
+            hardware=("h100-sxm-80g", "a100-sxm-80g"),
+            gpus=1,
+            workload=WorkloadSpec(rate=0.1, num_requests=20),
+            level=LEVEL,
+            attainment=0.5,
+            prices=prices,
+            policies=("chunked",),
+            step_budgets=(4096,),
+            seeds=1,
+            num_processes=1,
+        )
+        assert answer.winner is not None and answer.winner.meets
+        assert answer.winner.price_per_hour == prices[answer.winner.candidate.hardware]
+        return answer.winner.candidate.hardware
+
+    prices = read_prices(tmp_path / "prices.toml")
+    assert best(prices) == "a100-sxm-80g"
+    assert best({name: 10 - price for name, price in prices.items()}) == "h100-sxm-80g"
+
+
+# ---------------------------------------------------------------- simulations
+
+
+def test_simulations_in_processes_have_the_same_numbers(tmp_path: Path) -> None:
+    with Runner(SETUP, 1, lambda _done, _total: None, None) as here:
+        expected = here(work())
+    seen: list[tuple[int, int]] = []
+    with Runner(SETUP, 2, lambda done, total: seen.append((done, total)), tmp_path / "a.jsonl") as children:
+        assert children(work()) == expected
+    assert seen[0] == (0, 3) and seen[-1] == (3, 3)
+    assert children.num_requests == 30
+
+
+def test_stored_simulations_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "new" / "a.jsonl"
+    with Runner(SETUP, 1, lambda _done, _total: None, store) as first:
+        expected = first(work())
+    with store.open("ab") as file:
+        file.write(b'{"work": {"cand')  # as a killed process leaves it
+    monkeypatch.setattr(plan_runs, "run", lambda *_: pytest.fail("it was stored"))
+    with Runner(SETUP, 1, lambda _done, _total: None, store) as second:
+        assert second(work()) == expected
+
+
+def test_a_store_depends_on_the_question_and_on_files(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    trace = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 100, "output_length": 5, "hash_ids": [1]}
+    trace.write_text("\n".join(json.dumps(row | {"timestamp": 1000 * n}) for n in range(9)))
+    ours = replace(SETUP, workload=WorkloadSpec(workload=str(trace)))
+    before = store_of(ours)
+    assert len({before, store_of(SETUP), store_of(replace(SETUP, level=ServiceLevel(slo_ttft=9.0)))}) == 3
+    assert store_of(ours) == before
+    trace.write_text(trace.read_text() + "\n" + json.dumps(row | {"timestamp": 9000}))
+    assert store_of(ours) != before
+
+
+def test_an_interrupted_plan_keeps_simulations_and_leaves_no_process(cache: Path) -> None:
+    arguments = [*BASE[:-4], "--gpus", "4", "--rate", "2", "--slo-ttft", "5", "--num-requests", "400"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "longspan", *arguments], env={**os.environ}, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while not (cache.is_dir() and any(file.stat().st_size for file in cache.iterdir())):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+    [store] = cache.iterdir()
+    assert all(
+        "outcome" in json.loads(line) for line in store.read_text().splitlines(keepends=True) if line[-1] == "\n"
+    )
+
+
+# ---------------------------------------------------------------- the recorded layout
+
+
+def test_the_recorded_layout_is_first_compared_with_its_simulation(tmp_path: Path) -> None:
+    header = {"longspan": {"start_s": 0.0, "model": "m", "parallel": "2", "policy": "chunked", "options": {}}}
+    row = {"input_length": 4000, "output_length": 20, "ttft_s": 0.2, "tpot_s": 0.01}
+    lines = [row | {"timestamp": 2000 * n, "hash_ids": list(range(100 * n, 100 * n + 8))} for n in range(30)]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, [header, *lines])))
+    answer = plan(
+        "llama-3-8b",
+        hardware="h100-sxm-80g",
+        gpus=2,
+        workload=WorkloadSpec(workload=str(trace)),
+        level=ServiceLevel(slo_ttft=2.0),
+        current="2",
+        policies=("chunked",),
+        step_budgets=(8192,),
+        host_kv_gib=(0.0,),
+        seeds=2,
+        num_processes=1,
+    )
+    current = answer.as_json()["current"]
+    candidate = current["ranked"]["candidate"]
+    assert (candidate["layout"], candidate["policy"], candidate["max_num_batched_tokens"]) == ("2", "chunked", 2048)
+    for one in current["times"]:
+        assert one["error_percent"] == pytest.approx(100 * (one["simulated_s"] / one["recorded_s"] - 1))
+    assert {one["what"] for one in current["times"]} >= {"P50 TTFT", "P99 TTFT", "P50 TPOT"}
+    assert answer.winner is not None and answer.winner.num_gpus == 1  # one of the two devices is enough
+    assert current["ranked"]["lost_because"] == "takes 2 devices instead of 1"
+
+
+# ---------------------------------------------------------------- other questions
+
+
+def test_profiles_of_a_machine_replace_data_sheets(tiny: Path) -> None:
+    measure(tiny, tp=1, token_s=1e-4, decode_s=0.01)
+    measure(tiny, tp=2, token_s=1e-4, decode_s=0.001)
+    profiles = sorted((cache_root() / "profiles").glob("*.json"))
+    assert len(profiles) == 2
+    answer = plan(
+        str(tiny),
+        profiles=profiles,
+        gpus=2,
+        workload=WorkloadSpec(workload="short", rate=0.02, num_requests=20, output_len=16),
+        level=ServiceLevel(slo_tbt=0.005),
+        attainment=0.9,
+        fewer=False,
+        policies=("chunked", "auto"),
+        seeds=2,
+        num_processes=1,
+    )
+    assert answer.winner is not None
+    assert answer.winner.candidate.layout == "tp2"  # the only quick decode
+    assert {row.candidate.layout for row in answer.ranked} >= {"2", "pp2", "tp2"}
+    assert "--device cpu --threads-per-rank 1 --dtype float32" in answer.winner.command
+    app.parse_args(shlex.split(answer.winner.command)[1:], print_error=False, exit_on_error=False)
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        WorkloadSpec(concurrency=4, num_requests=40),
+        WorkloadSpec(offline=True, num_requests=24),
+        WorkloadSpec(rate=0.2, turns=2, think_time=1.0, num_requests=24),
+        WorkloadSpec(rate=0.2, prefix_len=2048, num_requests=24),
+    ],
+    ids=["closed loop", "offline", "turns", "shared prefix"],
+)
+def test_every_kind_of_workload_has_a_plan(workload: WorkloadSpec) -> None:
+    answer = plan(
+        "llama-3-8b",
+        hardware="h100-sxm-80g",
+        gpus=1,
+        workload=workload,
+        level=ServiceLevel(slo_tbt=5.0),
+        step_budgets=(4096,),
+        host_kv_gib=(0.0,),
+        seeds=2,
+        num_processes=1,
+        stores=False,
+    )
+    assert answer.winner is not None and answer.winner.meets
+    assert answer.winner.goodput_per_s.mean > 0
+    assert json.dumps(answer.as_json(), allow_nan=False)
+    assert answer.num_simulated_requests >= answer.winner.num_requests
