@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from tqdm import tqdm
 
 from longspan.cli.options import NameArgument, verb
-from longspan.cli.outputs import note
+from longspan.cli.outputs import check_writable, note, write_result
 from longspan.core.options import Option
 from longspan.core.quantities import number, seconds
 from longspan.errors import ParameterError
@@ -68,6 +68,9 @@ class SearchOptions:
         _search("The layout that serves the workload now: its error in the simulation, then its rank.", metavar="SPEC"),
     ] = None
     as_json: Annotated[bool, _search("Print one JSON object and no table.", name="json")] = False
+    report: Annotated[
+        Path | None, _search("A page with the front and all candidates. Needs longspan[report].", metavar="FILE.html")
+    ] = None
 
 
 @verb
@@ -86,6 +89,10 @@ def plan(
     """
     from longspan import planning  # noqa: PLC0415 - other verbs need no simulator
 
+    if search.report is not None:
+        import longspan.extras.report  # noqa: F401, PLC0415 - raises ParameterError without plotly
+
+        check_writable("--report", search.report)
     prices = {} if search.prices is None else read_prices(search.prices)
     with _progress() as progress:
         answer = planning.plan(
@@ -102,6 +109,10 @@ def plan(
             current=search.current,
             progress=progress,
         )
+    if search.report is not None:
+        from longspan.extras.plan_page import plan_html  # noqa: PLC0415 - slow to import
+
+        write_result("--report", search.report, plan_html(answer))
     if search.as_json:
         print(json.dumps(answer.as_json(), allow_nan=False))
     else:
