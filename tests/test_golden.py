@@ -38,6 +38,7 @@ HELP = (
     "tune",
     "simulate",
     "estimate",
+    "plan",
     "cache",
     "attn-check",
 )

@@ -48,7 +48,7 @@ _BATCHES_PER_PROCESS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What all simulations of a plan have in common.
+    """Settings that all simulations of a plan have in common.
 
     Attributes:
         profiles: files of profiles by tp, in place of data sheets.
@@ -117,8 +117,8 @@ def base_rate(spec: WorkloadSpec) -> float:
 
 @lru_cache(maxsize=2)
 def whole(spec: WorkloadSpec) -> Workload:
-    """Return all requests of a workload."""
-    return make_workload(spec)
+    """Return all requests of a trace. `num_requests` is the length of its samples."""
+    return make_workload(replace(spec, num_requests=None))
 
 
 @lru_cache(maxsize=16)
@@ -155,7 +155,7 @@ class Runner:
         self._setup, self._num_processes, self._progress, self._store = setup, num_processes, progress, store
         self._num_ended = 0
         self.num_requests = 0
-        """Requests of all simulations, including those that were stored."""
+        """Requests of all simulations, including stored ones."""
         self._counted: set[Work] = set()
         self._known = _stored(store)
         self._children: list[subprocess.Popen[bytes]] = []

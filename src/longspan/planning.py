@@ -128,7 +128,7 @@ def plan(
     )
     _check(question, setup.workload)
     demand = _demand(setup.workload, rate)
-    tiers = (0.0, _HOST_KV_GIB) if demand.shares or math.isinf(rate) else (0.0,)
+    tiers = (0.0, _HOST_KV_GIB) if demand.shares or setup.workload.offline else (0.0,)
     space = Space(
         hardware=names,
         max_gpus=gpus,
@@ -137,7 +137,7 @@ def plan(
         tensor_parallel=tuple(measured) or None,
         num_layers=_num_layers(setup, names[0]),
         layouts=tuple(layouts),
-        policies=tuple(policies) or (OFFLINE_POLICIES if math.isinf(rate) else POLICIES),
+        policies=tuple(policies) or (OFFLINE_POLICIES if setup.workload.offline else POLICIES),
         step_budgets=tuple(step_budgets) or ((None,) if measured else STEP_BUDGETS),
         host_kv_gib=tuple(host_kv_gib) or tiers,
     )
@@ -177,7 +177,7 @@ def plan(
     )
 
 
-# ---------------------------------------------------------------- what was asked
+# ---------------------------------------------------------------- the question
 
 
 def _measured(names: Sequence[str], profiles: Sequence[Path | str]) -> dict[int, tuple[str, str]]:
@@ -267,7 +267,8 @@ def _recorded_times(setup: Setup, candidate: Candidate) -> tuple[RecordedTime, .
     if not any(request.ttft_s or request.tpot_s for request in requests):
         return ()
     own = make_workload(replace(setup.workload, rate=None))
-    return recorded_times(experiment_of(setup, candidate).run(own), requests)
+    ttfts_s, tpots_s = [one.ttft_s for one in requests], [one.tpot_s for one in requests]
+    return recorded_times(experiment_of(setup, candidate).run(own), ttfts_s, tpots_s)
 
 
 # ---------------------------------------------------------------- estimates

@@ -1,4 +1,4 @@
-"""`longspan plan`: what it prints, its exit codes, stored simulations, processes, and recorded layouts."""
+"""`longspan plan`: its output, its exit codes, stored simulations, processes, and recorded layouts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from typing import Any
 import psutil
 import pytest
 from fake_llm import run
+from invented_profiles import measure
 
 from longspan import WorkloadSpec, plan, plan_runs
 from longspan.cli.app import app
 from longspan.cli.plan import read_prices
 from longspan.core.splits import ParallelSpec
 from longspan.errors import ParameterError
+from longspan.model.files import cache_root
 from longspan.plan_runs import Runner, Setup, store_of
 from longspan.planner.candidates import Candidate
 from longspan.planner.samples import Work
@@ -54,12 +56,14 @@ def work(num: int = 3) -> list[Work]:
 # ---------------------------------------------------------------- the verb
 
 
-def test_a_plan_has_a_command_that_the_command_line_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*BASE, *ONE) == 0
+def test_a_plan_has_a_command_that_the_command_line_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert run(*BASE, *ONE, "--report", str(page)) == 0
     out = capsys.readouterr().out
     [command] = re.findall(r"^start it: (.*)$", out, re.MULTILINE)
     words = shlex.split(command)
     assert words[:2] == ["longspan", "serve"] and "--policy" in words
+    assert " ".join(words[2:]) in page.read_text()
     app.parse_args(words[1:], print_error=False, exit_on_error=False)
     assert "The winner is the best static layout" in out and "error of the model" in out and "P99 TTFT" in out
 
@@ -240,3 +244,59 @@ def test_the_recorded_layout_is_first_compared_with_its_simulation(tmp_path: Pat
     assert {one["what"] for one in current["times"]} >= {"P50 TTFT", "P99 TTFT", "P50 TPOT"}
     assert answer.winner is not None and answer.winner.num_gpus == 1  # one of the two devices is enough
     assert current["ranked"]["lost_because"] == "takes 2 devices instead of 1"
+
+
+# ---------------------------------------------------------------- other questions
+
+
+def test_profiles_of_a_machine_replace_data_sheets(tiny: Path) -> None:
+    measure(tiny, tp=1, token_s=1e-4, decode_s=0.01)
+    measure(tiny, tp=2, token_s=1e-4, decode_s=0.001)
+    profiles = sorted((cache_root() / "profiles").glob("*.json"))
+    assert len(profiles) == 2
+    answer = plan(
+        str(tiny),
+        profiles=profiles,
+        gpus=2,
+        workload=WorkloadSpec(workload="short", rate=0.02, num_requests=20, output_len=16),
+        level=ServiceLevel(slo_tbt=0.005),
+        attainment=0.9,
+        fewer=False,
+        policies=("chunked", "auto"),
+        seeds=2,
+        num_processes=1,
+    )
+    assert answer.winner is not None
+    assert answer.winner.candidate.layout == "tp2"  # the only quick decode
+    assert {row.candidate.layout for row in answer.ranked} >= {"2", "pp2", "tp2"}
+    assert "--device cpu --threads-per-rank 1 --dtype float32" in answer.winner.command
+    app.parse_args(shlex.split(answer.winner.command)[1:], print_error=False, exit_on_error=False)
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        WorkloadSpec(concurrency=4, num_requests=40),
+        WorkloadSpec(offline=True, num_requests=24),
+        WorkloadSpec(rate=0.2, turns=2, think_time=1.0, num_requests=24),
+        WorkloadSpec(rate=0.2, prefix_len=2048, num_requests=24),
+    ],
+    ids=["closed loop", "offline", "turns", "shared prefix"],
+)
+def test_every_kind_of_workload_has_a_plan(workload: WorkloadSpec) -> None:
+    answer = plan(
+        "llama-3-8b",
+        hardware="h100-sxm-80g",
+        gpus=1,
+        workload=workload,
+        level=ServiceLevel(slo_tbt=5.0),
+        step_budgets=(4096,),
+        host_kv_gib=(0.0,),
+        seeds=2,
+        num_processes=1,
+        stores=False,
+    )
+    assert answer.winner is not None and answer.winner.meets
+    assert answer.winner.goodput_per_s.mean > 0
+    assert json.dumps(answer.as_json(), allow_nan=False)
+    assert answer.num_simulated_requests >= answer.winner.num_requests

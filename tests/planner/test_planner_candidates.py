@@ -1,4 +1,4 @@
-"""The candidates of a space, and what their text, options and devices are."""
+"""The candidates of a space: their policies, options and devices."""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ class Formula:
         share = min(1.0, max(0.0, mean + 0.002 * (work.seed - 1.5)))
         return Outcome(
             attainment=share,
+            headroom=share,
             goodput_per_s=share * rate,
             tokens_per_s=100.0,
             ttft_p99_s=2 - share,

@@ -67,10 +67,10 @@ class SearchOptions:
         str | None,
         _search("The layout that serves the workload now: its error in the simulation, then its rank.", metavar="SPEC"),
     ] = None
-    as_json: Annotated[bool, _search("Print one JSON object and no table.", name="json")] = False
     report: Annotated[
         Path | None, _search("A page with the front and all candidates. Needs longspan[report].", metavar="FILE.html")
     ] = None
+    as_json: Annotated[bool, _search("Print one JSON object and no table.", name="json")] = False
 
 
 @verb
@@ -84,15 +84,14 @@ def plan(
 ) -> int:
     """Find the hardware, layout and policy that serve a workload within a service level, and the command for it.
 
-    Estimates prune the candidates, and simulations over several seeds rank the others. They run on all cores. Results
-    are stored, so that an interrupted plan continues. The exit code is 1 if no candidate meets the level.
+    Estimates prune the candidates, and simulations over several seeds on all cores rank the remaining ones. Results are
+    stored, so that an interrupted plan continues. The exit code is 1 if no candidate meets the level.
     """
     from longspan import planning  # noqa: PLC0415 - other verbs need no simulator
 
     if search.report is not None:
-        import longspan.extras.report  # noqa: F401, PLC0415 - raises ParameterError without plotly
-
         check_writable("--report", search.report)
+        import longspan.extras.plan_page  # noqa: F401, PLC0415 - raises ParameterError without plotly
     prices = {} if search.prices is None else read_prices(search.prices)
     with _progress() as progress:
         answer = planning.plan(
@@ -110,7 +109,7 @@ def plan(
             progress=progress,
         )
     if search.report is not None:
-        from longspan.extras.plan_page import plan_html  # noqa: PLC0415 - slow to import
+        from longspan.extras.plan_page import plan_html  # noqa: PLC0415
 
         write_result("--report", search.report, plan_html(answer))
     if search.as_json:

@@ -11,6 +11,8 @@ from longspan.planner.candidates import Candidate
 from longspan.planner.ranking import Scored, interval, order_key
 from longspan.planner.values import Interval, ModelError, Question, Ranked
 
+_NO_BASELINE = "No static layout with chunked was simulated, so the winner has no baseline"
+
 
 def ranked_of(
     ordered: Sequence[Scored], question: Question, command: Callable[[Candidate], str]
@@ -40,8 +42,8 @@ def ranked_of(
     baseline = min(
         static, key=lambda one: (-one.num_requests, order_key(one, question.level, question.attainment)), default=None
     )
-    notes = () if baseline is None else (_verdict(best, baseline, question),)
-    return tuple(rows.values()), winner, None if baseline is None else rows[baseline.candidate], notes
+    verdict = _NO_BASELINE if baseline is None else _verdict(best, baseline, question)
+    return tuple(rows.values()), winner, None if baseline is None else rows[baseline.candidate], (verdict,)
 
 
 def errors_of(candidate: Candidate, attention: str) -> tuple[ModelError, ...]:

@@ -20,7 +20,10 @@ instances, and `csps` also chooses between exchanges of heads. The other policie
 `runahead`, whose chains `auto` forms too.
 """
 OFFLINE_POLICIES = (STATIC, "auto", "seesaw")
-"""With requests that all arrive at the start. Shared prompts then cost throughput, and `seesaw` re-shards seldom."""
+"""The searched policies if all requests arrive at the start.
+
+Shared prompts then cost throughput, and `seesaw` re-shards seldom.
+"""
 STEP_BUDGETS = (2048, 4096, 8192, 16384)
 """Searched values of `max_num_batched_tokens`. Larger steps are quicker for prompts, smaller ones for decodes."""
 _KNOWS_ROLES = ("tetris", "seesaw")
@@ -126,7 +129,7 @@ class Space:
 
     @property
     def specs(self) -> list[ParallelSpec]:
-        """All parallel specs, in order of ascending devices."""
+        """The searched parallel specs, in order of ascending devices."""
         powers = tuple(2**power for power in range(self.max_tp.bit_length()) if 2**power <= self.max_tp)
         specs = [
             ParallelSpec(instances=instances, tp=tp, pp=pp)
@@ -167,7 +170,7 @@ def _layouts(space: Space) -> Iterator[tuple[ParallelSpec, ParallelSpec | None, 
 def _with_roles(
     space: Space, specs: Sequence[ParallelSpec], smallest: int
 ) -> Iterator[tuple[ParallelSpec, ParallelSpec, str]]:
-    """Yield prefill and decode instances side by side, and those that alternate on the same devices."""
+    """Yield prefill with decode instances, on their own devices for `tetris`, and on the same for `seesaw`."""
     if "tetris" in space.policies:
         simple = [spec for spec in specs if spec.pp == 1]
         for prefill, decode in product(simple, simple):

@@ -223,10 +223,10 @@ class Kept:
 
 
 def prune(candidates: Iterable[Candidate], estimator: Estimator, level: ServiceLevel, attainment: float) -> Kept:
-    """Prune candidates that estimates exclude.
+    """Divide candidates by estimates, and give the reason for each pruned one.
 
-    Candidates that cannot run are always pruned. The others are pruned for a service level only if some candidate may
-    meet it. Otherwise all of them miss it, and the simulation finds the nearest.
+    Candidates that cannot run are always pruned. Other candidates are pruned for a service level only if
+    some candidate may meet it. Otherwise all of them miss it, and the simulation finds the nearest.
     """
     forecasts: dict[Candidate, Forecast] = {}
     pruned, missing = [], []

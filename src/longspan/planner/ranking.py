@@ -17,25 +17,27 @@ from longspan.sim.spec import ServiceLevel
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Quantiles 0.975 of Student's t distribution, from 1 degree of freedom on."""
 _NORMAL = 1.96
-_ROUNDS = (5, 2, 1)
+_ROUNDS = (6, 3, 1)
 """Divisors of the requests of a seed, by round. All rounds but the last have half of the seeds.
 
 Few long samples show an overload better than many short ones, in which the queue has not grown yet.
 """
-_KEPT, _SHARE = 4, 4
+_KEPT, _SHARE = 3, 4
 """Candidates of a cost that stay for the next round: at least, and as a fraction. Short samples do not order more."""
-_LEAST_REQUESTS = 40
+_LEAST_REQUESTS = 30
 """Requests of the smallest sample of a seed."""
 _QUOTAS = {STATIC: 5, "auto": 4}
 """Layouts of a policy that are simulated first for a number of devices, best forecast first. 1 of other policies."""
-_FIRST = 48
+_FIRST = 24
 """Layouts that are simulated first in total, at least. With few numbers of devices, the quotas are larger."""
 _WAVE = 2
 """Costs that are simulated at a time, to find the lowest that meets the level."""
 _EQUAL = 0.005
 """Goodputs within this fraction count as equal, and latencies decide."""
 _PRECISION = 1.05
-_VARIED = 6
+_LAST = 2
+"""Candidates of a cost in the last round."""
+_VARIED = 3
 """Candidates whose other step budgets and host tiers are simulated."""
 _INEFFICIENT = 1.1
 """A cost is left out if its best forecast is worse than at a lower cost by this factor."""
@@ -71,6 +73,10 @@ class Scored:
     @property
     def goodput_per_s(self) -> float:
         return fmean(outcome.goodput_per_s for outcome in self.outcomes)
+
+    @property
+    def headroom(self) -> float:
+        return fmean(outcome.headroom for outcome in self.outcomes)
 
     @property
     def num_requests(self) -> int:
@@ -140,7 +146,7 @@ class Search:
         for size in sizes[1:-1]:
             measured = self._survivors(self._sorted(measured))
             self._measure(measured, size)
-        self._race(self._sorted(self._survivors(self._sorted(measured))), sizes[-1])
+        self._last_round(self._survivors(self._sorted(measured)), sizes[-1])
 
     def include(self, candidate: Candidate, cost: float) -> None:
         """Simulate a candidate with all requests, as the last ones are."""
@@ -161,6 +167,8 @@ class Search:
         left_out = []
         for candidate, forecast in forecasts.items():
             if candidate in self.scored:
+                if (problem := self.scored[candidate].problem) is not None:
+                    left_out.append(Pruned(candidate=candidate, reason=problem))
                 continue
             scored = families.get(candidate.family) or best.get(self.costs[candidate]) or decisive
             reason = f"{scored.candidate} has an attainment of {scored.attainment:.1%}"
@@ -228,13 +236,13 @@ class Search:
                 break
             is_sure = any(one.surely_meets(self.attainment) for one in levels[cost])
         kept |= dict.fromkeys(self._best(levels[max(levels)])[:1])
-        return list(kept | dict.fromkeys(self._best_static(ordered)))
+        return list(kept | dict.fromkeys(self._best_static(sorted(ordered, key=self._key))))
 
     def _best(self, ordered: Sequence[Scored]) -> list[Candidate]:
         """Return the best share of candidates, with the best static layout."""
-        by_goodput = sorted(ordered, key=lambda one: (-one.goodput_per_s, one.tightness(self.level)))
-        kept = [one.candidate for one in by_goodput[: max(_KEPT, round(len(ordered) / _SHARE))]]
-        return list(dict.fromkeys([*kept, *self._best_static(by_goodput)]))
+        best = sorted(ordered, key=self._short_key)
+        kept = [one.candidate for one in best[: max(_KEPT, round(len(ordered) / _SHARE))]]
+        return list(dict.fromkeys([*kept, *self._best_static(best)]))
 
     @staticmethod
     def _best_static(ordered: Sequence[Scored]) -> list[Candidate]:
@@ -244,30 +252,21 @@ class Search:
         self, forecasts: Mapping[Candidate, Forecast], survivors: Sequence[Candidate], size: int
     ) -> list[Candidate]:
         """Simulate the other step budgets and host tiers of candidates."""
-        families = {candidate.family for candidate in survivors[:_VARIED]}
+        best = sorted(survivors, key=lambda one: self._short_key(self.scored[one]))
+        families = {candidate.family for candidate in best[:_VARIED]}
         families |= {candidate.family for candidate in survivors if candidate.is_static}
         added = [one for one in forecasts if one.family in families and one not in self.scored]
         self._measure(added, size)
         return added
 
-    def _race(self, ordered: Sequence[Scored], size: int) -> None:
-        """Simulate the last candidates with all seeds, best first, and leave out those that cannot win any more.
-
-        The best static layout and the best of the highest cost are simulated in any case.
-        """
-        most = max(ordered, key=lambda one: one.cost)
-        always = {most.candidate, *self._best_static(ordered)}
-        best: Scored | None = None
-        for one in ordered:
-            if best is None or one.candidate in always or self._may_win(one, best):
-                self._measure([one.candidate], size, num_seeds=self.num_seeds)
-                best = min([one for one in (best, self.scored[one.candidate]) if one is not None], key=self._key)
-
-    def _may_win(self, one: Scored, best: Scored) -> bool:
-        """Return True if a candidate may be better than the best so far. Longer samples seldom raise the goodput."""
-        if best.attainment >= self.attainment and one.cost != best.cost:
-            return one.cost < best.cost
-        return one.goodput_per_s > best.goodput_per_s * (1 + _EQUAL)
+    def _last_round(self, survivors: Sequence[Candidate], size: int) -> None:
+        """Simulate the best candidates of each cost with all seeds, and the best static layout."""
+        levels: defaultdict[float, list[Scored]] = defaultdict(list)
+        for candidate in survivors:
+            levels[self.costs[candidate]].append(self.scored[candidate])
+        last = [one for level in levels.values() for one in sorted(level, key=self._short_key)[:_LAST]]
+        static = self._best_static(sorted((self.scored[one] for one in survivors), key=self._short_key))
+        self._measure(dict.fromkeys([*(one.candidate for one in last), *static]), size, num_seeds=self.num_seeds)
 
     def _measure(self, candidates: Iterable[Candidate], size: int, num_seeds: int | None = None) -> None:
         """Simulate candidates with `size` requests of each seed. `num_seeds` is half of all if None."""
@@ -277,6 +276,10 @@ class Search:
         for candidate in dict.fromkeys(one.candidate for one in work):
             own = tuple(outcomes[one] for one in work if one.candidate == candidate)
             self.scored[candidate] = Scored(candidate=candidate, outcomes=own, cost=self.costs[candidate])
+
+    def _short_key(self, scored: Scored) -> tuple[float, ...]:
+        """Return the key by which short samples are sorted, best first."""
+        return (-scored.headroom, -scored.goodput_per_s, scored.tightness(self.level))
 
     def _key(self, scored: Scored) -> tuple[float, ...]:
         return order_key(scored, self.level, self.attainment)
@@ -298,12 +301,12 @@ def _representatives(forecasts: Mapping[Candidate, Forecast]) -> list[Candidate]
 def _efficient(
     levels: Mapping[float, Sequence[Candidate]], forecasts: Mapping[Candidate, Forecast]
 ) -> list[Sequence[Candidate]]:
-    """Return the levels of ascending costs, without those whose forecasts are no better than at a lower cost."""
+    """Return the levels of ascending costs. A level is left out if a lower cost has as good a forecast."""
     kept: list[Sequence[Candidate]] = []
     least = math.inf
     for cost in sorted(levels):
         best = min(forecasts[candidate].tightness for candidate in levels[cost])
-        if best < _INEFFICIENT * least or not kept:
+        if best <= _INEFFICIENT * least:
             kept.append(levels[cost])
             least = min(least, best)
     return kept

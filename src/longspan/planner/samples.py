@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 
@@ -13,10 +14,11 @@ from longspan.planner.values import RecordedTime
 from longspan.sim.run import Result, percentile
 from longspan.sim.spec import ServiceLevel
 from longspan.workload.arrivals import Arrival, Workload
-from longspan.workload.traces import RequestSpec
 
 _WARM_UP = 0.2
 """Share of the requests of a sample that fill the instances first, and are not counted."""
+_HEADROOMS = (0.6, 0.8, 1.0, 1.25, 1.6)
+"""Factors of the bounds of a service level."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +40,13 @@ class Outcome:
     """The numbers of a simulated sample. All are 0 or None if there is a `problem`.
 
     Attributes:
+        headroom: the mean attainment at bounds from 0.6 to 1.6 times the level. It orders short samples, in which few
+            requests decide the attainment.
         tbt_p99_s: P99 over requests of the mean time between tokens, to which `slo_tbt` applies.
     """
 
     attainment: float = 0.0
+    headroom: float = 0.0
     goodput_per_s: float = 0.0
     tokens_per_s: float = 0.0
     ttft_p99_s: float | None = None
@@ -98,6 +103,7 @@ def outcome_of(result: Result, workload: Workload, level: ServiceLevel, rate: fl
         arrivals_per_s = num / span_s if span_s else 0.0
     return Outcome(
         attainment=attainment,
+        headroom=fmean(counted.attainment(_scaled(level, factor)) for factor in _HEADROOMS),
         goodput_per_s=attainment * arrivals_per_s,
         tokens_per_s=result.num_tokens / result.makespan_s if result.makespan_s else 0.0,
         ttft_p99_s=percentile(counted.ttfts_s, 99),
@@ -106,11 +112,23 @@ def outcome_of(result: Result, workload: Workload, level: ServiceLevel, rate: fl
     )
 
 
-def recorded_times(result: Result, requests: Sequence[RequestSpec]) -> tuple[RecordedTime, ...]:
-    """Compare percentiles of a recorded run with those of its simulation, over requests with recorded times."""
+def _scaled(level: ServiceLevel, factor: float) -> ServiceLevel:
+    """Return the level with all bounds multiplied."""
+
+    def scaled(bound: float | None) -> float | None:
+        return None if bound is None else bound * factor
+
+    classes = [replace(one, slo_ttft=scaled(one.slo_ttft), slo_tbt=scaled(one.slo_tbt)) for one in level.classes]
+    return ServiceLevel(slo_ttft=scaled(level.slo_ttft), slo_tbt=scaled(level.slo_tbt), classes=tuple(classes))
+
+
+def recorded_times(
+    result: Result, ttfts_s: Sequence[float | None], tpots_s: Sequence[float | None]
+) -> tuple[RecordedTime, ...]:
+    """Compare percentiles of recorded times with those of their simulation. Requests without a time are left out."""
     pairs = {
-        "TTFT": [(requests[one.index].ttft_s, one.ttft_s) for one in result.served],
-        "TPOT": [(requests[one.index].tpot_s, one.mean_tbt_s) for one in result.served if one.tbt_s],
+        "TTFT": [(ttfts_s[one.index], one.ttft_s) for one in result.served],
+        "TPOT": [(tpots_s[one.index], one.mean_tbt_s) for one in result.served if one.tbt_s],
     }
     times = []
     for name, both in pairs.items():

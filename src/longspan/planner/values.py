@@ -22,7 +22,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What was asked.
+    """The question of a plan.
 
     Attributes:
         hardware: names of devices, or of a measured machine.
@@ -136,7 +136,7 @@ class Current:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer.
+    """The answer to a question, with its reasons.
 
     Attributes:
         ranked: all simulated candidates, best first.
