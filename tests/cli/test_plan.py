@@ -68,6 +68,18 @@ def test_a_plan_has_a_command_that_the_command_line_takes(capsys: pytest.Capture
     assert "The winner is the best static layout" in out and "error of the model" in out and "P99 TTFT" in out
 
 
+def test_the_page_of_a_plan_has_its_winner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    page = tmp_path / "plan.html"
+    assert run(*BASE, *ONE, "--json", "--report", str(page)) == 0
+    answer = json.loads(capsys.readouterr().out)
+    text = page.read_text()
+    assert f"<pre>{answer['winner']['command']}</pre>" in text and 'id="front"' in text
+    assert f"{answer['num_simulated_requests']:,} requests were simulated" in text
+    assert run(*BASE, *ONE, "--report", str(tmp_path)) == 2
+    assert f"--report {str(tmp_path)!r} cannot be written" in capsys.readouterr().err
+
+
 def test_too_high_a_rate_prints_the_nearest_and_the_highest_rate(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*BASE, "--gpus", "1", "--rate", "8", "--slo-ttft", "10", "--json") == 1
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)

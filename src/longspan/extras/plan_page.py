@@ -16,20 +16,24 @@ import numpy as np
 from longspan.core.quantities import number, seconds
 from longspan.extras.report.axes import add_slo, figure, seconds_axis
 from longspan.extras.report.page import GREY, LINE, PALETTE, Html, chart, folded, page, paragraph, section, table
-from longspan.extras.report.verdict import level_text, met_cell, percent_text, slo_lines
-from longspan.planner.values import Interval, Plan, Question, Ranked
+from longspan.extras.report.verdict import level_text, met_cell, percent_text, signed_percent, slo_lines
+from longspan.planner.values import Current, Interval, Plan, Question, Ranked
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _NUM_OPEN_ROWS = 20
 """Rows of the table of candidates before the part that a click opens."""
+_SPACE = 1.2
+"""The end of an axis over its largest value, so that labels of points fit."""
 _VARYING = re.compile(r"\S*\d\S*")
 """Words of a reason with numbers, which differ between candidates."""
+_FRONT = "on the front"
 _GROUPS = (
     ("winner", PALETTE[1], "star", 15),
     ("best static layout with chunked", PALETTE[2], "diamond", 11),
-    ("on the front", PALETTE[0], "circle", 9),
+    ("layout now", PALETTE[3], "square", 10),
+    (_FRONT, PALETTE[0], "circle", 9),
     ("other candidates", GREY, "circle-open", 7),
 )
 """Name, colour, symbol and size of points, the most special group first."""
@@ -43,6 +47,7 @@ def plan_html(plan: Plan) -> str:
         title,
         [
             *_verdict(plan),
+            *([] if plan.current is None else [_now(plan.current)]),
             *([_front(plan), _candidates(plan)] if plan.ranked else []),
             *([_pruned(plan)] if plan.pruned else []),
             _accuracy(plan),
@@ -55,16 +60,12 @@ def plan_html(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> list[str]:
-    """Return the answer, the command of the winner, its gain over the best static layout, and notes."""
+    """Return the answer, the command of the winner, and the notes, which compare it with the best static layout."""
     winner = plan.winner
     if winner is None:
         parts = [paragraph(f"No candidate fits {plan.question.num_gpus} GPUs or fewer.", kind="verdict")]
     else:
-        parts = [
-            paragraph(plan_sentence(plan), kind="verdict"),
-            f"<pre>{escape(winner.command)}</pre>",
-            paragraph(_gain(winner, plan.baseline)),
-        ]
+        parts = [paragraph(plan_sentence(plan), kind="verdict"), f"<pre>{escape(winner.command)}</pre>"]
     return [*parts, *(paragraph(note) for note in plan.notes)]
 
 
@@ -89,18 +90,20 @@ def plan_sentence(plan: Plan) -> str:
     return f"No candidate meets {wanted}. {winner.candidate} is best: {numbers}.{rate}"
 
 
-def _gain(winner: Ranked, baseline: Ranked | None) -> str:
-    """Return how the winner compares with the best static layout."""
-    if baseline is None:
-        return "No static layout with chunked was simulated."
-    if baseline.candidate == winner.candidate:
-        return "It is the best static layout with chunked: no other candidate is better."
-    theirs, ours = baseline.goodput_per_s.mean, winner.goodput_per_s.mean
-    gain = "" if not theirs else f", {100 * (ours / theirs - 1):+,.1f} %".replace("-", "\N{MINUS SIGN}")
-    return (
-        f"Goodput against the best static layout with chunked, {baseline.candidate} ({baseline.num_gpus} GPUs): "
-        f"{number(ours)} against {number(theirs)} requests/s{gain}."
+def _now(current: Current) -> str:
+    """Return the numbers of the layout that serves the workload now, and the errors of its simulation."""
+    row = current.ranked
+    sentence = (
+        f"{row.candidate}: goodput {_range(row.goodput_per_s, number)} requests/s, attainment "
+        f"{_range(row.attainment, percent_text)}. Against the winner: {row.lost_because or 'none is better'}."
     )
+    if not current.times:
+        return section("Layout now", f"{sentence} The trace has no recorded times to compare with.")
+    rows = [
+        (time.what, seconds(time.recorded_s), seconds(time.simulated_s), signed_percent(time.error))
+        for time in current.times
+    ]
+    return section("Layout now", sentence, table(("", "recorded", "simulated", "error"), rows))
 
 
 # ---------------------------------------------------------------- the front
@@ -119,6 +122,7 @@ def _front(plan: Plan) -> str:
         label = f"SLO {percent_text(plan.question.attainment)} of {number(rate)}/s"
         most = max(_exactly(row.price_per_hour if has_prices else row.num_gpus).high for row in plan.ranked)
         add_slo(cost, [(label, wanted)], "y", (0.0, most))
+        cost.update_yaxes(range=[0.0, _SPACE * max(wanted, cost.layout.yaxis.range[1] / _SPACE)])
     parts = [chart(cost, "front", title=f"Goodput by {'price per hour' if has_prices else 'GPUs'}")]
     for name, title, get, lines in (
         ("goodput-by-ttft", "Goodput by P99 of TTFT", _ttft_p99, slo_lines(level, "slo_ttft")),
@@ -127,12 +131,13 @@ def _front(plan: Plan) -> str:
         values = [value for row in plan.ranked if (value := get(row)) is not None]
         if values:
             parts.append(_by_latency(plan, name, title, get, lines))
+    kinds = {_group_of(row, plan) for row in plan.ranked}
     legend = "".join(
-        f'<span class="box" style="background: {colour}"></span>{escape(kind)}' for kind, colour, _, _ in _GROUPS
+        f'<span class="box" style="background: {colour}"></span>{kind}'
+        for kind, colour, _, _ in _GROUPS
+        if kind in kinds
     )
-    note = Html(
-        f"{legend}. Goodput in requests/s. Bars are confidence intervals over seeds. Numbers are places in the table."
-    )
+    note = Html(f"{legend}. Goodput in requests/s, with confidence intervals over seeds. Numbers: places in the table.")
     cells = "".join(f"<div>{part}</div>" for part in parts)
     return section("Front", note, f'<div class="grid">{cells}</div>')
 
@@ -158,58 +163,69 @@ def _by_latency(
     lines: Sequence[tuple[str, float]],
 ) -> str:
     drawn = _figure(plan, get)
-    shown = [value for row in plan.ranked if (value := get(row)) is not None]
-    times = np.array([*(end for value in shown for end in (value.low, value.high)), *(bound for _, bound in lines)])
+    means = [value.mean for row in plan.ranked if (value := get(row)) is not None]
+    times = np.array([*means, *(bound for _, bound in lines)])
     drawn.update_xaxes(**seconds_axis(times))
-    add_slo(drawn, lines, "x", (0.0, max(row.goodput_per_s.high for row in plan.ranked)))
+    if np.all(times > 0):
+        drawn.update_xaxes(range=np.log10([times.min() / _SPACE, times.max() * _SPACE]).tolist())
+    add_slo(drawn, lines, "x", (0.0, drawn.layout.yaxis.range[1]))
     return chart(drawn, name, title=title)
 
 
 def _figure(plan: Plan, x: Callable[[Ranked], Interval | None]) -> Figure:
     """Plot the goodput of candidates over another number, a trace for each group of candidates."""
     drawn = figure()
-    drawn.update_yaxes(rangemode="tozero")
+    # Intervals of few seeds may be many times as wide as the differences between candidates.
+    drawn.update_yaxes(range=[0.0, _SPACE * max(row.goodput_per_s.mean for row in plan.ranked)])
     numbered = [(place, row, at) for place, row in enumerate(plan.ranked, start=1) if (at := x(row)) is not None]
-    for group in reversed(_GROUPS):
-        kind, colour, symbol, size = group
+    for kind, colour, symbol, size in reversed(_GROUPS):
+        is_special = kind != _GROUPS[-1][0]
         points = [point for point in numbered if _group_of(point[1], plan) == kind]
         drawn.add_trace(
             {
                 "type": "scatter",
                 "x": [at.mean for _, _, at in points],
                 "y": [row.goodput_per_s.mean for _, row, _ in points],
-                "error_x": _bars([at for _, _, at in points], colour),
-                "error_y": _bars([row.goodput_per_s for _, row, _ in points], colour),
-                "mode": "markers" if group is _GROUPS[-1] else "markers+text",
+                "mode": "markers+text" if is_special else "markers",
                 "text": [str(place) for place, _, _ in points],
-                "textposition": "top left",
+                "textposition": "bottom left" if kind == _FRONT else "top right",
                 "textfont": {"color": LINE},
                 "marker": {"color": colour, "symbol": symbol, "size": size},
                 "name": kind,
                 "hovertext": [_described(place, row) for place, row, _ in points],
                 "hoverinfo": "text",
+                **(_bars(points, colour) if is_special else {}),
             }
         )
     return drawn
 
 
 def _group_of(row: Ranked, plan: Plan) -> str:
-    winner, baseline, front, other = (kind for kind, _, _, _ in _GROUPS)
+    winner, baseline, now, front, other = (kind for kind, _, _, _ in _GROUPS)
     if plan.winner is not None and row.candidate == plan.winner.candidate:
         return winner
     if plan.baseline is not None and row.candidate == plan.baseline.candidate:
         return baseline
+    if plan.current is not None and row.candidate == plan.current.ranked.candidate:
+        return now
     return front if row.on_front else other
 
 
-def _bars(intervals: Sequence[Interval], colour: str) -> dict[str, Any]:
+def _bars(points: Sequence[tuple[int, Ranked, Interval]], colour: str) -> dict[str, Any]:
+    """Return the confidence intervals of points. Those of all candidates would cover the points."""
     return {
-        "type": "data",
-        "array": [interval.high - interval.mean for interval in intervals],
-        "arrayminus": [interval.mean - interval.low for interval in intervals],
-        "color": colour,
-        "thickness": 1,
-        "width": 3,
+        name: {
+            "type": "data",
+            "array": [interval.high - interval.mean for interval in intervals],
+            "arrayminus": [interval.mean - max(interval.low, 0.0) for interval in intervals],
+            "color": colour,
+            "thickness": 1,
+            "width": 3,
+        }
+        for name, intervals in (
+            ("error_x", [at for _, _, at in points]),
+            ("error_y", [row.goodput_per_s for _, row, _ in points]),
+        )
     }
 
 
@@ -224,12 +240,12 @@ def _described(place: int, row: Ranked) -> str:
 
 
 def _range(interval: Interval | None, shown: Callable[[float], str]) -> str:
-    """Return the mean, with the half of the confidence interval in percent of it if there are several values."""
+    """Return the mean, with half of the confidence interval in percent. A line may break between both."""
     if interval is None:
         return ""
     half = max(interval.high - interval.mean, interval.mean - interval.low)
-    percent = f" ± {100 * half / interval.mean:.2g} %" if half and interval.mean else ""
-    return f"{shown(interval.mean)}{percent}"
+    percent = f" ±\u00a0{number(round(100 * half / interval.mean))}\u00a0%" if half and interval.mean else ""
+    return Html(shown(interval.mean).replace(" ", "\u00a0") + percent)
 
 
 # ---------------------------------------------------------------- tables
@@ -259,11 +275,11 @@ def _row(place: int, row: Ranked) -> dict[str, str]:
         "GPUs": number(row.num_gpus),
         "per hour": "" if row.price_per_hour is None else number(row.price_per_hour),
         "SLO": met_cell(row.meets),
-        "attainment": _range(row.attainment, percent_text),
+        "attainment": percent_text(row.attainment.mean),
         "goodput": _range(row.goodput_per_s, number),
         "TTFT P99": _range(row.ttft_p99_s, seconds),
         "TPOT P99": _range(row.tbt_p99_s, seconds),
-        "tokens/s/GPU": _range(row.tokens_per_s_per_gpu, number),
+        "tokens/s/GPU": number(round(row.tokens_per_s_per_gpu.mean)),
         "why it lost": row.lost_because or "the winner",
     }
 

@@ -79,7 +79,7 @@ def add_slo(
         if along == "x":
             drawn.add_annotation(x=at, y=1, yref="paper", yanchor="bottom", yshift=_LABEL_PX * place, **text)
         else:
-            right = 1 - _LABEL_PART * place
-            drawn.add_annotation(y=at, x=right, xref="paper", xanchor="right", yanchor="bottom", **text)
+            left = _LABEL_PART * place
+            drawn.add_annotation(y=at, x=left, xref="paper", xanchor="left", yanchor="bottom", **text)
     if along == "x":
         drawn.update_layout(margin={"t": _TOP_PX + _LABEL_PX * max(0, len(lines) - 1)})

@@ -9,6 +9,7 @@ from longspan.core.quantities import number, quantity, seconds
 from longspan.cost import catalog
 from longspan.cost.catalog import Kernels
 from longspan.extras.report.page import folded, paragraph, section, table
+from longspan.extras.report.verdict import signed_percent
 from longspan.extras.timeline import Record, TimeSplit
 from longspan.sim.run import Served
 
@@ -54,7 +55,7 @@ def accuracy(hardware: str | None, attention: Kernels, policies: Sequence[str]) 
     if against_real:
         parts.append(paragraph("Simulated against real latencies, on two CPU instances near full load:"))
         names = ("ttft_p50", "ttft_p90", "tbt_p50", "tbt_p90")
-        errors = [(e.policy, *(_signed(getattr(e, name)) for name in names)) for e in against_real]
+        errors = [(e.policy, *(signed_percent(getattr(e, name)) for name in names)) for e in against_real]
         parts.append(table(("policy", "TTFT P50", "TTFT P90", "TBT P50", "TBT P90"), errors, stacks="one"))
     covered.update(error.policy for error in against_real)
     covered.update(policy for error in matching for policy in error.policies)
@@ -62,10 +63,6 @@ def accuracy(hardware: str | None, attention: Kernels, policies: Sequence[str]) 
         where = "" if hardware is None else f" on {kind}"
         parts.append(paragraph(f"No comparison with measurements covers {', '.join(missing)}{where}."))
     return section("Error of these predictions", "", *parts)
-
-
-def _signed(percent: float) -> str:
-    return f"{percent:+g} %".replace("-", "\N{MINUS SIGN}")
 
 
 # ---------------------------------------------------------------- slowest requests

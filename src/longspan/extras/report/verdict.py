@@ -119,6 +119,12 @@ def percent_text(fraction: float) -> str:
     return f"{math.floor(round(1000 * fraction, 6)) / 10:g} %"
 
 
+def signed_percent(percent: float) -> str:
+    """Format a difference or an error in percent with its sign: `+9 %`, `−12.5 %`."""
+    shown = round(percent) if abs(percent) >= 100 or percent == round(percent) else round(percent, 1)
+    return f"{shown:+,} %".replace("-", "\N{MINUS SIGN}")
+
+
 def met_cell(is_met: bool) -> Html:
     """Return a cell for a service level that is met or missed."""
     return Html('<span class="yes">met</span>' if is_met else '<span class="no">missed</span>')
@@ -156,8 +162,7 @@ def _margins(result: Result | None, bound: SloClass) -> dict[str, str]:
 def _margin(value: float | None, bound: float) -> str:
     if value is None:
         return ""
-    margin = 100 * (1 - value / bound)
-    return f"{seconds(value)}, {margin:+,.0f} %".replace("-", "\N{MINUS SIGN}")
+    return f"{seconds(value)}, {signed_percent(round(100 * (1 - value / bound)))}"
 
 
 # ---------------------------------------------------------------- without a service level
