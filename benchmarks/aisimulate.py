@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -376,8 +377,8 @@ def predictions(venv: Path, question: Question, folder: Path) -> Predictions:
     """Return the predictions of both for each layout."""
     return {
         layout: (
-            _unless_refused(lambda layout=layout: ours(question, layout, folder)),
-            _unless_refused(lambda layout=layout: theirs(venv, question, layout, folder)),
+            _unless_refused(partial(ours, question, layout, folder)),
+            _unless_refused(partial(theirs, venv, question, layout, folder)),
         )
         for layout in LAYOUTS
     }

@@ -19,6 +19,7 @@ promise is missed. The table is Markdown. All cores are used.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -190,7 +191,7 @@ def mix(long_share: float) -> Workload:
     number = max(_NUM_REQUESTS, round(_NUM_LONG / long_share)) if long_share else _NUM_REQUESTS
     rng = np.random.default_rng(_SEED)
     short, long, answers = (
-        np.exp(rng.uniform(*np.log(bounds), number)).astype(int) for bounds in (_SHORT, _LONG, _ANSWER)
+        np.exp(rng.uniform(math.log(low), math.log(high), number)).astype(int) for low, high in (_SHORT, _LONG, _ANSWER)
     )
     every = round(1 / long_share) if long_share else number + 1
     is_long = np.arange(number) % every == every // 2 if long_share else np.zeros(number, dtype=bool)

@@ -170,17 +170,29 @@ class Setup:
 
     def serve(self, kind: Kind, requests: Sequence[Arrival]) -> Measured:
         """Serve the requests with the real engine."""
-        options = {"dtype": self.given.dtype, "threads_per_rank": 1, "skip_tokenizer_init": True}
-        with LLM(self.given.model, parallel=kind.layout, policy=kind.policy, **options) as llm:
+        with LLM(
+            self.given.model,
+            parallel=kind.layout,
+            policy=kind.policy,
+            dtype=self.given.dtype,
+            threads_per_rank=1,
+            skip_tokenizer_init=True,
+        ) as llm:
             warm_up(llm)
             served = drive(llm, requests)
         times = [(one.metrics.ttft_s or math.inf, one.metrics.tbt_s) for one in served]
         means = [(ttft_s, fmean(tbt_s) if tbt_s else 0.0) for ttft_s, tbt_s in times]
         return Measured(
-            attainment=fmean(self.level.met_by(ttft_s=ttft_s, mean_tbt_s=tbt_s) for ttft_s, tbt_s in means),
+            attainment=fmean(is_good(self.level, ttft_s, tbt_s) for ttft_s, tbt_s in means),
             ttft_s=fmean(ttft_s for ttft_s, _ in means),
             tbt_s=fmean(tbt_s for _, tbt_s in means),
         )
+
+
+def is_good(level: ServiceLevel, ttft_s: float, tbt_s: float) -> bool:
+    """Return True if a request met both bounds."""
+    assert level.slo_ttft is not None and level.slo_tbt is not None, "Setup.of sets both"
+    return ttft_s <= level.slo_ttft and tbt_s <= level.slo_tbt
 
 
 def _simulated(model: str, profile: Path) -> Experiment:
