@@ -3,6 +3,7 @@
 # make test   lint and tests: all pairs of options      make test-all all combinations and many more random examples
 # make format let ruff fix and format the code
 # make bench  longspan compared with vLLM and peers     make peers   the environment with vLLM and llama.cpp
+# make aisimulate  the environment of benchmarks/aisimulate.py
 # make evals  lm-eval against a longspan server         make clients OpenAI's and Anthropic's clients, as a table
 # make fuzz   thousands of random requests to a server  make attack floods and killed workers and hosts of a server
 # make test-hosts hosts of a Ray cluster, also lost ones, as root
@@ -19,6 +20,7 @@ PEERS  ?= .venv-peers
 CLIENTS ?= .venv-clients
 SITE    ?= .venv-site
 HOSTS   ?= .venv-hosts
+AISIMULATE ?= .venv-aisimulate
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -26,7 +28,7 @@ PIP_M := -m pip -qq --disable-pip-version-check --no-input
 PIP   := $(BIN)/python $(PIP_M)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-hosts serve test test-all tests lint format docs claims figures runs models picture site site-tools bench peers evals clients fuzz attack test-hosts clean
+.PHONY: help demo demo-hosts serve test test-all tests lint format docs claims figures runs models picture site site-tools bench peers aisimulate evals clients fuzz attack test-hosts clean
 
 help:
 	@sed -n '/^#/!q;s/^# //p' Makefile
@@ -138,6 +140,14 @@ bench: $(STAMP)
 	-@$(MAKE) --no-print-directory peers
 	$(BIN)/python benchmarks/peers.py --peers-venv $(PEERS)
 
+# PyPI has wheels of this nightly version. The releases since 0.12 are only stubs, which fetch wheels from another index.
+$(AISIMULATE)/.installed:
+	$(PYTHON) -m venv --clear $(AISIMULATE)
+	$(AISIMULATE)/bin/python $(PIP_M) install --only-binary :all: aisimulate==0.13.0.dev202610270000000085
+	@touch $@
+
+aisimulate: $(AISIMULATE)/.installed
+
 # Separate environments, since lm-eval and clients have many packages, and some clients need an openai below 3.
 # The model is on this disk: nothing is downloaded from a hub.
 CLIENT_FILES := benchmarks/clients
@@ -182,4 +192,4 @@ test-hosts: $(HOSTS)/.installed
 	$(HOSTS)/bin/python -m pytest -m 'not hosts' -rs tests/process/test_ray.py tests/process/test_ray_tiers.py
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(SITE) $(HOSTS) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(SITE) $(HOSTS) $(AISIMULATE) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

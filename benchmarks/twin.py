@@ -374,17 +374,33 @@ def _drift(before: Profile, after: Profile) -> float:
 
 
 def _serve(llm: LLM, policy: Policy, arrivals: Sequence[Arrival]) -> Times:
-    """Drive the real engine with the same loop as `simulate`."""
+    """Serve requests with a policy on the real engine."""
     engine = llm.engine
-    # Two lengths, and then a request alone: Triton compiles separate kernels for multiples of 16, and for 1.
-    ids = [5 + token % (llm.info.vocab_size - 5) for token in range(608)]
-    warm = [engine.add(tuple(ids[:length]), _params(number)) for length, number in ((595, 4), (608, 8))]
-    while any(request.finish_reason is None for request in warm):
-        engine.step()
+    warm_up(llm)
     placements = record(policy)
     engine.set_policy(policy)
-    requests: list[Request] = []
-    busy_s, begin = sum(engine.load().busy_s), time.monotonic()
+    busy_s = sum(engine.load().busy_s)
+    requests = drive(llm, arrivals)
+    first = requests[0].id
+    return Times(
+        ttft_s=[request.metrics.ttft_s or 0.0 for request in requests],
+        tbt_s=[gap for request in requests for gap in request.metrics.tbt_s],
+        placements=[(request_id - first, group) for request_id, group in placements],
+        busy_s=sum(engine.load().busy_s) - busy_s,
+    )
+
+
+def warm_up(llm: LLM) -> None:
+    """Serve two lengths, and then a request alone: Triton compiles separate kernels for multiples of 16, and for 1."""
+    ids = [5 + token % (llm.info.vocab_size - 5) for token in range(608)]
+    warm = [llm.engine.add(tuple(ids[:length]), _params(number)) for length, number in ((595, 4), (608, 8))]
+    while any(request.finish_reason is None for request in warm):
+        llm.engine.step()
+
+
+def drive(llm: LLM, arrivals: Sequence[Arrival]) -> list[Request]:
+    """Serve requests at their times, with the same loop as `simulate`."""
+    engine, requests, begin = llm.engine, list[Request](), time.monotonic()
     while len(requests) < len(arrivals) or engine.has_unfinished:
         now = time.monotonic() - begin
         while len(requests) < len(arrivals) and arrivals[len(requests)].due_s <= now:
@@ -395,13 +411,7 @@ def _serve(llm: LLM, policy: Policy, arrivals: Sequence[Arrival]) -> Times:
             engine.step(to_next)
         elif to_next is not None:
             time.sleep(to_next)
-    first = requests[0].id
-    return Times(
-        ttft_s=[request.metrics.ttft_s or 0.0 for request in requests],
-        tbt_s=[gap for request in requests for gap in request.metrics.tbt_s],
-        placements=[(request_id - first, group) for request_id, group in placements],
-        busy_s=sum(engine.load().busy_s) - busy_s,
-    )
+    return requests
 
 
 def _params(num_tokens: int) -> SamplingParams:
