@@ -27,7 +27,7 @@ _CACHE_BYTES = {"a100_sxm": 40e6, "l40s": 96e6, "h100_sxm": 50e6, "b200_sxm": 12
 _FAR = {"ampere": 1.12}
 """`far` is not fitted here: it is the speed that 64K and 256K tokens on A100 leave for attention (Tetris)."""
 _RAISED = {"ampere": 1.05}
-"""Factor of `compute`: A100's is between its calls (0.60) and what Tetris' prompts need (0.68)."""
+"""Factor of `compute`: A100's is between its calls (0.60) and Tetris' prompts (0.68)."""
 _LARGEST_TRTLLM_BYTES = 2**27
 _LONG, _LONG_COUNT = 32768, 5.0
 """Decodes behind this many tokens, of which there are few, count several times."""
@@ -36,7 +36,7 @@ _SPLIT_US = (0.5, 1, 2, 4, 6, 8, 12, 16, 20, 25, 30, 40)
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One measured call."""
+    """A measured call of fused attention, with the new tokens and keys of each sequence."""
 
     device: str
     framework: str
@@ -169,7 +169,7 @@ def _fit_decode(calls: Sequence[Call], device: catalog.Device) -> tuple[float, f
 
 
 def _fit_prefill(calls: Sequence[Call], device: catalog.Device, begun: FlashConstants) -> FlashConstants:
-    """Fit the parts of the peak, and in turn the three terms that are multiples of their time."""
+    """Fit the parts of the peak, and alternately the three terms that are multiples of their time."""
     seconds = np.array([call.seconds for call in calls])
     queries, heads, kv_heads, sizes = (
         np.array([getattr(call, name) for call in calls], float)
@@ -275,7 +275,7 @@ def _decode_size(call: Call) -> str:
 
 
 def errors(folder: Path) -> Iterator[KernelErrors]:
-    """Yield the errors of prefill and decode. A tenth of vLLM's calls are predicted by constants of the others."""
+    """Yield the errors of prefill and decode. A tenth of vLLM's calls are predicted by a fit to the rest."""
     for file, kind in (("context", "prefill"), ("generation", "decode")):
         groups: dict[tuple[str, Format], list[Call]] = defaultdict(list)
         for call in read_calls(folder, file):

@@ -108,7 +108,7 @@ class FlashConstants:
         compute: the part of the peak that long prompts reach up to 16,384 tokens.
         far: factor of that for pairs further apart.
         ragged: waves of tiles that are idle in a new prompt.
-        row_keys: keys that a query row costs in addition to those it sees.
+        row_keys: further keys that a query row costs.
         stores: passes over new keys and values, in 16 bits, that their way into the cache costs.
         memory: the part of the memory's speed at which keys and values are read.
         few: clocks of a unit per byte that are added if one sequence and KV head is read alone.

@@ -18,7 +18,7 @@ TILE_ROWS = 128
 NEAR_KEYS = 16384
 """Distance of a query and a key up to which kernels were measured. `far` applies to pairs further apart."""
 _EVEN_WAVE = 0.5
-"""Idle part of a wave if all tiles have equally many keys: the mean of what is unfilled in the last wave. Modelled."""
+"""Idle part of a wave if all tiles have equally many keys: the mean unfilled part of the last wave. Modelled."""
 SPLIT_KEYS = 1024
 """Keys of a query at which splitting them costs half of `split_us`."""
 
