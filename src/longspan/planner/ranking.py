@@ -23,7 +23,7 @@ _FIRST_SHARE = 6
 All rounds but the last have half of the seeds. Few long samples show an overload better than many short ones, in which
 the queue has not grown yet.
 """
-_KEPT, _SHARE = 3, 4
+_KEPT, _SHARE = 5, 4
 """Candidates of a cost that stay for the next round: at least, and as a fraction. Short samples do not order more."""
 _LEAST_REQUESTS = 30
 """Requests of the smallest sample of a seed."""
@@ -36,6 +36,7 @@ _WAVE = 2
 _EQUAL = 0.005
 """Goodputs within this fraction count as equal, and latencies decide."""
 _PRECISION = 1.05
+"""Precision of the highest rate, as a factor."""
 _LAST = 2
 """Candidates of a cost in the last round."""
 _VARIED = 3
