@@ -11,8 +11,8 @@ run all candidates are served, in another order, so that a drift of the machine 
 
 A first token may take 4 times the median of a simulated idle machine, and a token 3 times. The score is the fraction of
 requests that meet both. The choice passes if it has the best score, or one within the noise: two standard errors of the
-difference of two such fractions, or the largest difference between runs of one candidate. A tie of all candidates also
-passes, so that the table has to be read. `--quick` is a dry run with 8 requests whose numbers mean nothing. The exit
+difference of two such fractions, or the largest difference between runs of one candidate. It fails if no
+candidate meets the level at all. `--quick` is a dry run with 8 requests whose numbers mean nothing. The exit
 code is 1 with `--require` if the choice fails.
 """
 
@@ -222,7 +222,7 @@ def report(measured: Mapping[Kind, Sequence[Measured]], choice: Kind, num_reques
         print(f"| {kind} | {means[kind]:.3f} | {each} | {ttft_s:.3f} | {tbt_s:.4f} | {mark} |")
     best = max(means, key=means.__getitem__)
     behind, allowed = means[best] - means[choice], noise(measured, choice, best, num_requests)
-    passes = behind <= allowed
+    passes = means[best] > 0 and behind <= allowed
     verdict = "pass" if passes else "FAIL"
     print(f"\n{verdict}: {choice} is {behind:.3f} behind {best}, and the noise is {allowed:.3f}", flush=True)
     return passes

@@ -53,6 +53,7 @@ def runs(*attainments: float) -> list[Measured]:
         ((0.7, 0.7), (0.9, 0.9), False),
         ((0.7, 0.7), (1.0, 0.7), True),  # the runs of the best differ by more
         ((1.0, 1.0), (0.9, 0.9), True),
+        ((0.0, 0.0), (0.0, 0.0), False),
     ],
 )
 def test_a_choice_within_the_noise_of_the_best_passes(
