@@ -23,7 +23,7 @@ _FIRST_SHARE = 6
 All rounds but the last have half of the seeds. Few long samples show an overload better than many short ones, in which
 the queue has not grown yet.
 """
-_KEPT, _SHARE = 5, 4
+_KEPT, _SHARE = 4, 4
 """Candidates of a cost that stay for the next round: at least, and as a fraction. Short samples do not order more."""
 _LEAST_REQUESTS = 30
 """Requests of the smallest sample of a seed."""
