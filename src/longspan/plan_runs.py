@@ -224,12 +224,20 @@ class Runner:
 
 
 def _work() -> None:
-    """Run batches of simulations from standard input until it closes."""
-    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
-    for line in sys.stdin.buffer:
-        outcomes = [run(setup, work) for work in msgspec.json.decode(line, type=Batch)]
+    """Run batches of simulations from standard input. Exit when it closes, also during a simulation."""
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read_into, args=(lines,), daemon=True).start()
+    setup = msgspec.json.decode(lines.get(), type=Setup)
+    while True:
+        outcomes = [run(setup, work) for work in msgspec.json.decode(lines.get(), type=Batch)]
         sys.stdout.buffer.write(msgspec.json.encode(outcomes) + b"\n")
         sys.stdout.buffer.flush()
+
+
+def _read_into(lines: queue.SimpleQueue[bytes]) -> None:
+    for line in sys.stdin.buffer:
+        lines.put(line)
+    os._exit(0)  # the parent has ended
 
 
 # ---------------------------------------------------------------- stored outcomes
