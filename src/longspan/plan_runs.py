@@ -248,7 +248,7 @@ class _Line(msgspec.Struct):
     outcome: Outcome
 
 
-def store_of(setup: Setup) -> Path:
+def store_of(setup: Setup, hardware: Sequence[str] = ()) -> Path:
     """Return the file of outcomes. Its name depends on all inputs of simulations, and on the code that runs them."""
     inputs = hashlib.sha256()
     root = Path(__file__).parent
@@ -257,7 +257,7 @@ def store_of(setup: Setup) -> Path:
             if file.suffix in {".py", ".toml"}:
                 inputs.update(file.read_bytes())
     inputs.update(msgspec.json.encode(setup))
-    for path in (*_configs(setup.model), setup.workload.workload, *(path for _, path in setup.profiles)):
+    for path in (*_configs(setup.model), setup.workload.workload, *(path for _, path in setup.profiles), *hardware):
         if Path(path).is_file():
             inputs.update(Path(path).read_bytes())
     return cache_root() / "plans" / f"{inputs.hexdigest()[:16]}.jsonl"

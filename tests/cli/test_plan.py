@@ -188,9 +188,15 @@ def test_a_store_depends_on_the_question_and_on_files(tmp_path: Path) -> None:
     assert store_of(ours) == before
     trace.write_text(trace.read_text() + "\n" + json.dumps(row | {"timestamp": 9000}))
     assert store_of(ours) != before
+    device = tmp_path / "device.toml"
+    device.write_text("tflops = 100")
+    before = store_of(ours, [str(device)])
+    device.write_text("tflops = 200")
+    assert store_of(ours, [str(device)]) != before
 
 
-def test_an_interrupted_plan_keeps_simulations_and_leaves_no_process(cache: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_plan_keeps_simulations_and_leaves_no_process(cache: Path, number: signal.Signals) -> None:
     arguments = [*BASE[:-4], "--gpus", "4", "--rate", "2", "--slo-ttft", "5", "--num-requests", "400"]
     process = subprocess.Popen(
         [sys.executable, "-m", "longspan", *arguments], env={**os.environ}, stderr=subprocess.PIPE, text=True
@@ -201,8 +207,8 @@ def test_an_interrupted_plan_keeps_simulations_and_leaves_no_process(cache: Path
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
         children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        process.send_signal(number)
+        assert process.wait(20) == (130 if number == signal.SIGINT else -signal.SIGKILL)
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
