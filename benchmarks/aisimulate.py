@@ -8,8 +8,8 @@ output length, a rate, and a service level. The first table compares predictions
 instances: mean TTFT, mean TPOT and tokens per second and GPU. longspan simulates policy `chunked` there, with the same
 numbers of requests and Poisson arrivals. AISimulate models vLLM, by the kernels that it has measured for the device.
 
-The second table has the layout that each of both chooses on all devices, by `longspan.plan` and by
-`aisimulate recommend`, the predictions of both for this layout, and the seconds of each search.
+The second table has the layouts that `longspan.plan` and `aisimulate recommend` choose for all devices. It also has the
+predictions of both for these layouts, and the seconds of each search.
 
 The third table has questions that one of both cannot answer. Each question is put to both command lines, and the
 table has the error of a tool that refuses it. `--quick` has one question. The exit code is 1 with `--require` if both
@@ -99,7 +99,7 @@ class Prediction:
 
 
 class RefusedError(Exception):
-    """A tool cannot answer. The text is its error."""
+    """A tool refuses a question. The text is the error of the tool."""
 
 
 # ---------------------------------------------------------------- longspan
@@ -370,7 +370,7 @@ def main() -> int:
 
 
 Predictions = Mapping[ParallelSpec, tuple[Prediction | None, Prediction | None]]
-"""By layout: of longspan and AISimulate. None if the tool refuses it."""
+"""Predictions of longspan and of AISimulate, for each layout. None if the tool refuses the layout."""
 
 
 def predictions(venv: Path, question: Question, folder: Path) -> Predictions:

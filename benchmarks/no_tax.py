@@ -4,16 +4,16 @@
 
 A deployment serves prompts of 128 to 4,095 tokens. A share of the requests has 128K to 256K tokens instead. Answers
 have 16 to 400 tokens. A load is a fraction of the rate at which `chunked` serves the mix if all requests wait at the
-start. Policy `auto` must keep two promises:
+start. Policy `auto` must keep two targets:
 
 - Short requests: mean TTFT, mean TBT and P99 of TTFT are at most 1.02 times those of `chunked`, which serves the short
   requests alone. Ratios to `chunked` with the same mix follow in brackets.
 - Long requests: their prefill speed is at least 0.9 of the best policy `fixed-sp` with the same mix. Its groups have
   all instances, a half or a quarter of them. The speed is the sum of prompt tokens over the sum of TTFTs, with waits.
 
-A row ends with the regret of each promise that is missed. It also has the mean TTFT of short requests under the best
+A row ends with the regret of each target that is missed. It also has the mean TTFT of short requests under the best
 `fixed-sp`, relative to `chunked` alone. That is the price of its speed. The exit code is 1 with `--require` if a
-promise is missed. The table is Markdown. All cores are used.
+target is missed. The table is Markdown. All cores are used.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Verdict:
 
     @property
     def regrets(self) -> list[str]:
-        """The promises that are missed, with the percentage."""
+        """The targets that are missed, with the percentage."""
         names = zip(("TTFT", "TTFT P99", "TBT"), self.short, strict=True)
         missed = [f"short {name} {ratio - 1:+.0%}" for name, ratio in names if ratio > MAX_SHORT]
         if self.speed is not None and self.speed < MIN_LONG:
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.01, 0.05, 0.2], help="of long requests")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.7])
     parser.add_argument("--jobs", type=int, default=limits.cores())
-    parser.add_argument("--require", action="store_true", help="exit code 1 if a promise is missed")
+    parser.add_argument("--require", action="store_true", help="exit code 1 if a target is missed")
     args = parser.parse_args()
     keys = product(args.deployments, args.gpus, args.shares, args.loads)
     cells = [Cell(deployment=name, num_gpus=n, long_share=share, load=load) for name, n, share, load in keys]
@@ -139,7 +139,7 @@ def main() -> int:
             verdict = verdict_of({name: run.result() for name, run in runs.items()})
             print(row(cell, verdict), flush=True)
             num_missed += bool(verdict.regrets)
-    print(f"\n{num_missed} of {len(cells)} cells miss a promise")
+    print(f"\n{num_missed} of {len(cells)} cells miss a target")
     return 1 if args.require and num_missed else 0
 
 

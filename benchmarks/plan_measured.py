@@ -10,8 +10,8 @@ same requests, at the same times. Their rate is `--load` times the highest one, 
 run all candidates are served, in another order, so that a drift of the machine does not always concern the same ones.
 
 A first token may take 4 times the median of a simulated idle machine, and a token 3 times. The score is the fraction of
-requests that meet both. The choice passes if it has the best score, or one within the noise: two standard errors of the
-difference of two such fractions, or the largest difference between runs of one candidate. It fails if no
+requests that meet both. The choice passes if it has the best score, or one within the noise. Noise is two standard
+errors of the difference of two such fractions, or the largest difference between runs of one candidate. It fails if no
 candidate meets the level at all. `--quick` is a dry run with 8 requests whose numbers mean nothing. The exit
 code is 1 with `--require` if the choice fails.
 """

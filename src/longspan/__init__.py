@@ -1,14 +1,9 @@
-"""Serves long prompts with open-weight decoder-only language models on several devices.
-
-Names load on first use, so that ``import longspan`` is quick and needs no torch. ``attn`` works without the engine.
-"""
+"""Serves long prompts with open-weight LLMs on several devices. Names load on first use: this needs no torch."""
 
 from longspan.core import extensions as _extensions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # without importing typing: the command line installs signal handlers before it imports more
-    from collections.abc import Mapping
-
     from longspan import attn
     from longspan.async_llm import AsyncLLM
     from longspan.core.options import SchedulingArgs
@@ -57,10 +52,10 @@ _OWNERS = {
 }
 
 
-def _find(group: str) -> "Mapping[str, _extensions.Extension]":
+def _find(group: str) -> "dict[str, _extensions.Extension]":
     from longspan.plugins import find  # noqa: PLC0415 - reading metadata is slow
 
-    return find(group)
+    return dict(find(group))
 
 
 _extensions.finder = _find

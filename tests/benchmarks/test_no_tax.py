@@ -1,4 +1,4 @@
-"""The check of both promises for mixes of short and long prompts."""
+"""The check of both targets for mixes of short and long prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CELL = Cell(deployment="8B", num_gpus=8, long_share=0.05, load=0.5)
         ({"tbt_s": 0.0103, "long_tokens_per_s": 10_000.0}, ["short TBT +3%", "long speed -50%"]),
     ],
 )
-def test_a_missed_promise_has_a_regret(ours: dict[str, float], regrets: list[str]) -> None:
+def test_a_missed_target_has_a_regret(ours: dict[str, float], regrets: list[str]) -> None:
     """Short requests are compared with `chunked` that serves no long ones, long ones with the best groups."""
     auto = replace(ALONE, long_tokens_per_s=20_000.0, **ours) if "long_tokens_per_s" not in ours else None
     runs = {"alone": ALONE, "chunked": CHUNKED, "auto": auto or replace(ALONE, **ours), "fixed-sp 8": GROUPS}
