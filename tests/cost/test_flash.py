@@ -6,10 +6,12 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
+from one_part import part_of
 
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL
 from longspan.core.runs import Run
+from longspan.core.steps import Forward
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
 from longspan.cost.catalog import Device
@@ -18,7 +20,10 @@ from longspan.cost.flash import FlashCurve, between, flash_curve
 from longspan.cost.forward import rooflines
 from longspan.cost.precision import HALF, Precision
 from longspan.cost.roofline import Layer
+from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
+from longspan.sim.spec import HardwareSpec
+from longspan.simulation import read_architecture
 
 DEVICES = tuple(map(catalog.device, catalog.names("hardware")))
 MEASURED = ("a100-sxm-80g", "l40s", "h100-sxm-80g", "b200-sxm")
@@ -186,3 +191,52 @@ def test_every_device_has_constants_of_the_same_head_sizes() -> None:
         assert len(constants.head_dims) == len(constants.compute) == len(constants.memory)
         assert all(0 < part <= 1 for part in (*constants.compute, *constants.memory))
         assert min(constants.start_us, constants.ragged, constants.row_keys, constants.stores, constants.few) >= 0
+
+
+@pytest.mark.parametrize("long", [131_072, 1_000_000])
+@pytest.mark.parametrize(
+    ("model", "hardware", "spec"), [("llama-3.1-70b", "h100-sxm-80g", "tp8"), ("llama-3-8b", "a100-sxm-80g", "1")]
+)
+def test_further_requests_never_make_a_decode_step_cheaper(model: str, hardware: str, spec: str, long: int) -> None:
+    cost = RooflineCost(
+        read_architecture(model), Devices(hardware=hardware, gpus_per_host=8), Cluster.of(spec), block_size=256
+    )
+
+    def step_s(*lengths: int) -> float:
+        parts = tuple(
+            part_of((0,), request_id=number, start=length - 1, stop=length, runs=((Run(length - 1, length),),))
+            for number, length in enumerate(lengths)
+        )
+        return cost.stage_seconds(Forward(number=1, parts=parts))[0][0]
+
+    for more in (1_000, 16_384, long):
+        times_s = [step_s(long, *[more] * number) for number in (0, 1, 2, 7, 15)]
+        assert times_s == sorted(times_s)
+    # A few new tokens behind the cache are at least as much work as one.
+    layer = cost.lines[0].layer
+    behind_s = [
+        layer.attended_s(new, new * long, long + new, layer.heads, layer.kv_heads) for new in (1, 2, 8, 16, 128)
+    ]
+    assert behind_s == sorted(behind_s)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+def test_narrow_keys_are_multiplied_in_the_format_of_activations_without_fp8(device: Device) -> None:
+    for wide in ("float32", "bfloat16"):
+        narrow, own = Precision.of(wide, kv="fp8"), Precision.of(wide)
+        is_fp8 = device.multiplies_narrow("fp8")
+        assert device.attention_peak(narrow) == device.peak("fp8" if is_fp8 else wide)
+        assert device.attention_peak(own) == device.peak(wide)
+
+
+@pytest.mark.parametrize("length", [1_000, 32_768, 131_072])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_latents_in_8_bits_are_not_slower(length: int, batch: int) -> None:
+    devices = Devices(hardware="h200-sxm", gpus_per_host=8)
+    seconds = []
+    for kv in ("auto", "fp8"):
+        model = read_architecture("deepseek-v3", HardwareSpec(kv_cache_dtype=kv))
+        layer = rooflines(model, devices, Cluster.of("tp8"))[0].layer
+        keys = batch * length
+        seconds.append(layer.attended_s(batch, keys, keys, layer.heads, layer.kv_heads, batch))
+    assert seconds[1] <= seconds[0]

@@ -207,6 +207,11 @@ class Device:
         products = products_of(weights)
         return products in ("fp8", "int8", "fp4") and self._speeds[products] > 0
 
+    def attention_peak(self, precision: Precision) -> float:
+        """Return the operations per second of fused attention. Keys in 8 bits are widened if there is no fp8."""
+        narrow = BYTES[precision.attention] <= 1 and not self.multiplies_narrow(precision.attention)
+        return self.peak(precision.activations if narrow else precision.attention)
+
     def computed_as(self, weights: Format) -> Format:
         """Return the format whose products were measured for weights in a format.
 

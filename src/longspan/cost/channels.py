@@ -77,6 +77,7 @@ class Channel:
     Attributes:
         keys: number of keys that are visible to any query of the parts, as the mean over layers.
         decode: whether all its queries are single tokens, so that a step is a recorded graph without launches.
+        evenness: of the keys of decoding requests, see `FlashCurve.seconds`.
     """
 
     exchange: Exchange
@@ -84,6 +85,7 @@ class Channel:
     shares: Shares
     keys: float
     decode: bool
+    evenness: float = 1.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,7 +137,14 @@ def cached_in_chain(channel: Channel) -> float:
 
 
 def attention_s(
-    layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1, decode: bool = False
+    layer: Layer,
+    share: Share,
+    *,
+    keys: float,
+    pieces: int = 1,
+    head_parts: int = 1,
+    decode: bool = False,
+    evenness: float = 1.0,
 ) -> float:
     """Return the seconds of a member's attention over `keys` in `pieces` parts, with 1/`head_parts` of the heads."""
     if not share.pairs:
@@ -147,8 +156,8 @@ def attention_s(
         return layer.scores_s(scores=share.scores, keys=keys, heads=heads, kv_heads=kv_heads)
     sequences = share.queries if decode else 1
     call = share.queries, share.pairs / pieces, keys / pieces, heads, kv_heads, sequences
-    own_s = layer.attended_s(*call) + layer.flash.store_s(share.queries, kv_heads)
-    return own_s if pieces == 1 else own_s + (pieces - 1) * layer.attended_s(*call, received=True)
+    own_s = layer.attended_s(*call, evenness=evenness) + layer.flash.store_s(share.queries, kv_heads)
+    return own_s if pieces == 1 else own_s + (pieces - 1) * layer.attended_s(*call, evenness=evenness, received=True)
 
 
 def copies_s(layer: Layer, keys: float) -> float:
@@ -193,7 +202,9 @@ def channel_time(layer: Layer, topology: Topology, channel: Channel, cost: Excha
     """Predict one layer of a channel that is not skewed or sparse, by the registered cost unless one is given."""
     if len(channel.group) == 1:
         alone = channel.shares.of_member(0)
-        return ChannelTime(attention_s=attention_s(layer, alone, keys=channel.keys, decode=channel.decode))
+        return ChannelTime(
+            attention_s=attention_s(layer, alone, keys=channel.keys, decode=channel.decode, evenness=channel.evenness)
+        )
     time = (cost or cost_of(channel.exchange)).time
     assert time is not None, f"a group of {len(channel.group)} with exchange {channel.exchange}"
     return time(layer, topology, channel)
@@ -208,7 +219,9 @@ def _ring_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     """Keys and values are sent hop by hop, while the previous ones are used. The last are not sent on."""
     members = len(channel.group)
     busiest = channel.shares.busiest
-    attended_s = attention_s(layer, busiest, keys=channel.keys, pieces=members, decode=channel.decode)
+    attended_s = attention_s(
+        layer, busiest, keys=channel.keys, pieces=members, decode=channel.decode, evenness=channel.evenness
+    )
     sent_s = topology.hop_s(max(channel.shares.held) * layer.kv_bytes, channel.group)
     return ChannelTime(
         attention_s=attended_s,
@@ -246,7 +259,7 @@ def asked_s(layer: Layer, channel: Channel, asking: int) -> float:
         held=largest,
     )
     keys = part * channel.keys * (1 if channel.decode else asking)
-    return attention_s(layer, asked, keys=keys, pieces=asking, decode=channel.decode)
+    return attention_s(layer, asked, keys=keys, pieces=asking, decode=channel.decode, evenness=channel.evenness)
 
 
 @lru_cache(maxsize=2**14)
@@ -273,7 +286,9 @@ def _queries_s(
 def _gather_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     """Every member waits for all keys and values."""
     return ChannelTime(
-        attention_s=attention_s(layer, channel.shares.busiest, keys=channel.keys, decode=channel.decode),
+        attention_s=attention_s(
+            layer, channel.shares.busiest, keys=channel.keys, decode=channel.decode, evenness=channel.evenness
+        ),
         exposed_s=topology.gather_s(max(channel.shares.held) * layer.kv_bytes, channel.group),
         overhead_s=copies_s(layer, channel.keys),
     )
@@ -301,7 +316,9 @@ def by_heads_s(layer: Layer, channel: Channel) -> float:
     """Return the seconds of attention when each member attends all tokens with its part of the heads."""
     shares = channel.shares
     every = Share(queries=sum(shares.queries), pairs=sum(shares.pairs), scores=sum(shares.scores), held=channel.keys)
-    return attention_s(layer, every, keys=channel.keys, head_parts=len(channel.group), decode=channel.decode)
+    return attention_s(
+        layer, every, keys=channel.keys, head_parts=len(channel.group), decode=channel.decode, evenness=channel.evenness
+    )
 
 
 def _ring_kv_bytes(layer: Layer, channel: Channel) -> float:

@@ -33,7 +33,7 @@ class FlashCurve:
         ragged, even: idle part of a wave if tiles have up to twice the mean number of keys, and if all have as many.
         wave_rows: query rows that fill the device.
         key_s: seconds to read a key and value of one KV head.
-        lone_key_s: seconds added to that if one query and KV head read alone, so that splits do not fill the device.
+        lone_key_s: seconds added to that if one tile of a KV head reads alone, so that splits do not fill the device.
         new_key_s: seconds to store a new key and value of one KV head.
         sequence_s: seconds of a sequence and KV head.
         split_s: seconds to split a long sequence over the device and to merge, which longer calls hide.
@@ -61,6 +61,7 @@ class FlashCurve:
         kv_heads: float,
         sequences: float = 1,
         *,
+        evenness: float = 1.0,
         received: bool = False,
     ) -> float:
         """Return the seconds of a call.
@@ -69,6 +70,8 @@ class FlashCurve:
             pairs: pairs of a query and a visible key.
             keys: number of keys read per KV head, of all sequences.
             sequences: all queries of a decode, else 1: prompts of one call fill the device together.
+            evenness: (sum of keys)² / sum of keys², per sequence of a decode. 1 if all have as many, less if a long
+                sequence reads nearly alone.
             received: keys or queries of another member. They lie contiguously, and no tile is partly masked. Half of
                 the start and of the row seconds remain.
         """
@@ -85,7 +88,9 @@ class FlashCurve:
         if rows > self.wave_rows:
             idle *= self.wave_rows / rows
         busy_s = heads * (product_s * (1 + idle) + queries * row_s)
-        read_s = keys * (kv_heads * self.key_s + self.lone_key_s / queries)
+        tiles = rows / (TILE_ROWS * kv_heads * sequences)
+        readers = sequences * evenness * (tiles if tiles > 1 else 1.0)
+        read_s = keys * (kv_heads * self.key_s + self.lone_key_s / readers)
         busy_s = max(busy_s, read_s)
         split_s = self.split_s * seen / (seen + SPLIT_KEYS)
         if split_s and not received:
@@ -106,13 +111,17 @@ def flash_curve(device: Device, precision: Precision, dims: float, key_bytes: fl
         key_bytes: stored bytes of a key and its value, for one KV head.
         scale: factor of the speed of products, 1 for the measured kernels.
     """
-    return curve_of(flash_constants(device, precision), device, precision, dims, key_bytes, scale)
+    of = flash_constants(device, precision)
+    if dims / 2 > of.head_dims[-1]:  # latents: no kernel for keys in 8 bits was measured, so they are widened first
+        precision = Precision.of(precision.activations)
+        of = flash_constants(device, precision)
+    return curve_of(of, device, precision, dims, key_bytes, scale)
 
 
 def curve_of(
     of: FlashConstants, device: Device, precision: Precision, dims: float, key_bytes: float, scale: float = 1.0
 ) -> FlashCurve:
-    peak = device.peak(precision.attention) * scale * between(of.head_dims, of.compute, dims / 2)
+    peak = device.attention_peak(precision) * scale * between(of.head_dims, of.compute, dims / 2)
     bytes_per_s = device.bytes_per_s * between(of.head_dims, of.memory, dims / 2)
     return FlashCurve(
         start_s=of.start_us * 1e-6,

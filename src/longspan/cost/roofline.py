@@ -302,6 +302,7 @@ class Layer:
         kv_heads: float,
         sequences: float = 1,
         *,
+        evenness: float = 1.0,
         received: bool = False,
     ) -> float:
         """Return the seconds of fused attention, by the quicker form of latent attention if the model has it.
@@ -311,9 +312,11 @@ class Layer:
         if not pairs:
             return 0.0
         if (latent := self.model.attention.latent) is None:
-            return self.flash.seconds(queries, pairs, keys, heads, kv_heads, sequences, received=received)
+            return self.flash.seconds(
+                queries, pairs, keys, heads, kv_heads, sequences, evenness=evenness, received=received
+            )
         # Queries in the space of the latent: more operations, but each key is read once for all heads.
-        latent_s = self.flash.seconds(queries, pairs, keys, heads, 1, sequences, received=received)
+        latent_s = self.flash.seconds(queries, pairs, keys, heads, 1, sequences, evenness=evenness, received=received)
         # Keys and values of each head: earlier keys are derived from the latent again.
         heads_s = self._expanded.seconds(queries, pairs, keys, heads, heads, sequences, received=received)
         return min(latent_s, self._expanded_s(max(0.0, keys - queries), latent) + heads_s)
@@ -333,4 +336,4 @@ class Layer:
 
     @cached_property
     def _peak(self) -> float:
-        return self.device.peak(self.precision.attention)
+        return self.device.peak(self.precision.activations)

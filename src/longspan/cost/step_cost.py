@@ -371,13 +371,14 @@ class _Decodes:
         self._group, self._sparse, self._shape = group, sparse, shape
         self._queries = dict.fromkeys(group, 0)
         self._keys: dict[int, float] = dict.fromkeys(group, 0)
+        self._squares = 0.0
 
     def add(self, part: Part) -> int:
         instance = next(compress(self._group, part.runs))
         self._queries[instance] += 1
-        self._keys[instance] += (
-            self._shape.seen(part.stop) if self._sparse is None else self._num_kept(self._sparse, part.stop)
-        )
+        keys = self._shape.seen(part.stop) if self._sparse is None else self._num_kept(self._sparse, part.stop)
+        self._keys[instance] += keys
+        self._squares += keys * keys
         return instance
 
     def _num_kept(self, setting: SparseSetting, num_tokens: int) -> float:
@@ -392,28 +393,36 @@ class _Decodes:
         held = (keys / len(seen),) * len(seen)
         shares = Shares(tuple(self._queries.values()), seen, seen, held)
         exchange = RING_Q if exchange.traits.skewed else exchange.exact_form
-        return Channel(exchange=exchange, group=self._group, shares=shares, keys=keys, decode=True)
+        evenness = _evenness(sum(self._queries.values()), keys, self._squares)
+        return Channel(exchange=exchange, group=self._group, shares=shares, keys=keys, decode=True, evenness=evenness)
 
 
-def _local_decode_counts(forward: Forward, shape: ModelShape) -> tuple[int, float, int] | None:
-    """Count the tokens, keys and samples of a step on one instance, if every part is a single token without exchange.
+def _evenness(num_requests: int, num_keys: float, squares: float) -> float:
+    return num_keys * num_keys / (num_requests * squares)
 
-    Return None for any other step, or if keys are on hosts.
+
+def _local_decode_counts(forward: Forward, shape: ModelShape) -> tuple[int, float, float, int] | None:
+    """Count the tokens, keys, squares of keys and samples of a step on one instance.
+
+    Return None unless every part is a single token without exchange, and if keys are on hosts.
     """
     if len(forward.instances) > 1:
         return None
-    num_sampled, num_keys, has_windows = 0, 0.0 if shape.windows else 0, shape.windows is not None
+    num_sampled, num_keys, squares, has_windows = 0, 0.0 if shape.windows else 0, 0.0, shape.windows is not None
     for part in forward.parts:
         if part.stop - part.start > 1 or part.exchange != LOCAL or part.hosted:
             return None
-        num_keys += shape.seen(part.stop) if has_windows else part.stop
+        keys = shape.seen(part.stop) if has_windows else part.stop
+        num_keys += keys
+        squares += keys * keys
         num_sampled += part.sample is not None
-    return len(forward.parts), num_keys, num_sampled
+    return len(forward.parts), num_keys, squares, num_sampled
 
 
-def _find_alone_s(line: Roofline, num_decodes: int, num_keys: float, num_sampled: int) -> float:
+def _find_alone_s(line: Roofline, num_decodes: int, num_keys: float, squares: float, num_sampled: int) -> float:
     shares = Shares(queries=(num_decodes,), pairs=(num_keys,), scores=(num_keys,), held=(num_keys,))
-    channel = Channel(exchange=LOCAL, group=(0,), shares=shares, keys=num_keys, decode=True)
+    evenness = _evenness(num_decodes, num_keys, squares)
+    channel = Channel(exchange=LOCAL, group=(0,), shares=shares, keys=num_keys, decode=True, evenness=evenness)
     return line.times([channel], {0: num_decodes}, {0: num_sampled})[0].total_s
 
 
