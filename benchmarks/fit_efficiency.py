@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from kernels import collectives, products
-from kernels.frame import read_rows
+from measured_kernels import collectives, products
+from measured_kernels.frame import read_rows
 
 from longspan.cost import catalog
 from longspan.cost.topology import Topology

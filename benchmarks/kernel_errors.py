@@ -5,7 +5,7 @@
 DATA is a folder with kernels/*.csv.gz: milliseconds of single kernels of vLLM and TensorRT-LLM, sampled from the tables
 of AIConfigurator (Apache-2.0). "Before" is commit 90e53d91. Held-out errors are of constants that are fitted again by
 this script, without a tenth of the shapes, or without one framework. Constants of collectives were fitted without both.
-The means by device and dtype are stored in kernels/errors.json, for docs/cost.md.
+The means by device and dtype are stored in measured_kernels/errors.json, for docs/cost.md.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import json
 import sys
 from pathlib import Path
 
-from kernels import attention, collectives, products
-from kernels.frame import print_errors, summary
+from measured_kernels import attention, collectives, products
+from measured_kernels.frame import print_errors, summary
 
-_SUMMARY = Path(__file__).parent / "kernels" / "errors.json"
+_SUMMARY = Path(__file__).parent / "measured_kernels" / "errors.json"
 
 
 def main(data: Path) -> None:

@@ -33,7 +33,7 @@ PAGES = sorted(page for folder in ("", "policies", "figures") for page in (_DOCS
 _PAPERS = _DOCS.parent / "benchmarks" / "papers"
 _CLAIMS, _FIGURES, _POINTS = (_PAPERS / name for name in ("claims.json", "figures.json", "points.toml"))
 _PRODUCTS = _DOCS.parent / "src" / "longspan" / "cost" / "data" / "products.toml"
-_KERNELS = _DOCS.parent / "benchmarks" / "kernels" / "errors.json"
+_KERNELS = _DOCS.parent / "benchmarks" / "measured_kernels" / "errors.json"
 _MODELS = _DOCS.parent / "tools" / "models.json"
 TYPES = _DOCS.parent / "src" / "longspan" / "served_types.json"
 """The exact types of `make models`, for `longspan models`."""

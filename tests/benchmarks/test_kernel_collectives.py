@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from kernels import collectives
+from measured_kernels import collectives
 
 from longspan.cost import catalog
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from kernels.frame import Array, KernelErrors, held_out, summary
-from kernels.products import PROFILES, Products, fit
+from measured_kernels.frame import Array, KernelErrors, held_out, summary
+from measured_kernels.products import PROFILES, Products, fit
 
 from longspan.cost import catalog
 from longspan.cost.precision import Format

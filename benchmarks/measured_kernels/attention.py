@@ -1,6 +1,6 @@
 """Fused attention: measured calls, the fit of attention.toml to vLLM's, and errors, also on TensorRT-LLM's.
 
-    python benchmarks/kernels/attention.py DATA
+    python benchmarks/measured_kernels/attention.py DATA
 
 prints the tables of attention.toml. DATA is the folder of kernel_errors.py. TensorRT-LLM is held out: no constant is
 fitted to it. Some decodes are left out of the fit, see `unusable`, and their errors are printed on lines of their own.
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kernels.frame import Array, KernelErrors, held_out, read_rows
 from longspan.cost import catalog, flash
 from longspan.cost.catalog import FlashConstants
 from longspan.cost.precision import Format, Precision
+from measured_kernels.frame import Array, KernelErrors, held_out, read_rows
 
 _DEVICES = {"a100_sxm": "a100-sxm-80g", "l40s": "l40s", "h100_sxm": "h100-sxm-80g", "b200_sxm": "b200-sxm"}
 _CACHE_BYTES = {"a100_sxm": 40e6, "l40s": 96e6, "h100_sxm": 50e6, "b200_sxm": 126e6}

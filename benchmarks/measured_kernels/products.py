@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.frame import Array, KernelErrors, minimise, read_rows
 from longspan.cost import catalog
 from longspan.cost.catalog import Device, LinearCurve
 from longspan.cost.precision import BYTES, Format
 from longspan.cost.roofline import product_s
+from measured_kernels.frame import Array, KernelErrors, minimise, read_rows
 
 _DEVICES = {"a100_sxm": "a100-sxm-80g", "h100_sxm": "h100-sxm-80g", "b200_sxm": "b200-sxm", "l40s": "l40s"}
 _FORMATS: dict[str, Format] = {

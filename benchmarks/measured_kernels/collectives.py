@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kernels.frame import Array, KernelErrors, read_rows
 from longspan.cost import catalog
 from longspan.cost.links import collective_s
+from measured_kernels.frame import Array, KernelErrors, read_rows
 
 _DEVICES = {"a100_sxm": "a100-sxm-80g", "h100_sxm": "h100-sxm-80g", "b200_sxm": "b200-sxm", "l40s": "l40s"}
 _SHOWN = {"all_reduce": "all-reduce", "gather": "all-gather, reduce-scatter", "alltoall": "all-to-all"}
