@@ -318,9 +318,9 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
         stages_s = model.by_stage(breakdown.total_s - breakdown.head_s, breakdown.head_s, tokens)
         part = len(model.stages[-1]) / model.layer.model.attention.num_layers
         breakdown = breakdown.of_stage(part, max(sum(stages_s), num_groups * max(stages_s)))
-    layer = model.layer
+    layer, tokens_at_once = model.layer, -(-batch // (instances * num_groups))
     keys_bytes = batch * shape.seen(length) * shape.kv_bytes * shape.num_layers
-    read = layer.model.read_bytes(batch) * instances + keys_bytes / num_groups
+    read = layer.model.read_bytes(tokens_at_once) * instances + keys_bytes / num_groups
     flops = batch * (2 * layer.model.active_parameters + attention_flops(shape, shape.seen(length)))
     bound_s = read / (instances * layer.tp * layer.device.bytes_per_s)
     return _estimate(

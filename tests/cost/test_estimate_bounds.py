@@ -1,0 +1,42 @@
+"""Estimates of mixtures of experts, other links and launch modes stay within the limits of memory, wires and peaks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from longspan.core.cluster import Cluster
+from longspan.core.exchange import LOCAL, RING_Q
+from longspan.cost import catalog
+from longspan.cost.architecture import Architecture
+from longspan.cost.estimate import estimate_decode
+from longspan.cost.forward import Roofline, rooflines
+from longspan.cost.topology import Devices
+from longspan.simulation import read_architecture
+
+MODELS = [read_architecture(name) for name in catalog.names("models")]
+SPARSE = [model for model in MODELS if model.experts is not None]
+
+
+def on(model: Architecture, spec: str, hardware: str = "h100-sxm-80g", hosts: int = 1) -> Roofline:
+    devices = Devices(hardware=hardware, gpus_per_host=8, hosts=hosts)
+    return rooflines(model, devices, Cluster.of(spec))[0]
+
+
+def whole(model: Architecture) -> Architecture:
+    assert model.experts is not None
+    return replace(model, experts=replace(model.experts, are_whole=True))
+
+
+@pytest.mark.parametrize("spec", ["8", "4xtp2", "pp8", "2xpp4", "2xtp2pp2", "tp8"])
+@pytest.mark.parametrize("model", SPARSE, ids=lambda model: model.name)
+def test_a_decode_step_takes_no_less_than_reading_the_experts_of_each_instance_and_group(
+    model: Architecture, spec: str
+) -> None:
+    instances = Cluster.of(spec).num_instances
+    for hardware in ("h100-sxm-80g", "a100-sxm-80g", "h200-sxm"):
+        for line in (on(model, spec, hardware), *([on(whole(model), spec, hardware)] if "tp" in spec else [])):
+            for batch in (1, 4, 16, 64, 300):
+                step = estimate_decode(line, instances, LOCAL if instances == 1 else RING_Q, 1024, batch)
+                assert 0 < step.lower_bound_s <= step.seconds
