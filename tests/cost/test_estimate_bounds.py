@@ -12,6 +12,7 @@ from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
 from longspan.cost.estimate import estimate_decode
 from longspan.cost.forward import Roofline, rooflines
+from longspan.cost.links import collective_s
 from longspan.cost.topology import Devices
 from longspan.simulation import read_architecture
 
@@ -40,3 +41,12 @@ def test_a_decode_step_takes_no_less_than_reading_the_experts_of_each_instance_a
             for batch in (1, 4, 16, 64, 300):
                 step = estimate_decode(line, instances, LOCAL if instances == 1 else RING_Q, 1024, batch)
                 assert 0 < step.lower_bound_s <= step.seconds
+
+
+@pytest.mark.parametrize("members", range(2, 9))
+@pytest.mark.parametrize("kind", ["all_reduce", "gather", "alltoall"])
+def test_collectives_of_a_mesh_are_no_faster_than_the_links_of_the_group(kind: str, members: int) -> None:
+    """Each of 8 GPUs has a link of 64 GB/s to each other GPU."""
+    mesh = catalog.link("infinity-fabric3")
+    seconds = collective_s(getattr(mesh, kind), 1e9, members)
+    assert seconds > 1e9 / ((members - 1) * mesh.nominal_bytes_per_s / 7)
