@@ -10,7 +10,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
-from longspan.cost.estimate import estimate_decode
+from longspan.cost.estimate import estimate_decode, host_kv
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.links import collective_s
 from longspan.cost.topology import Devices
@@ -50,3 +50,14 @@ def test_collectives_of_a_mesh_are_no_faster_than_the_links_of_the_group(kind: s
     mesh = catalog.link("infinity-fabric3")
     seconds = collective_s(getattr(mesh, kind), 1e9, members)
     assert seconds > 1e9 / ((members - 1) * mesh.nominal_bytes_per_s / 7)
+
+
+@pytest.mark.parametrize("spec", ["1", "2", "tp2", "tp8", "pp2", "2xtp4", "2xtp2pp2"])
+@pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3", "llama-3-70b", "llama-7b"])
+def test_every_rank_loads_the_kv_of_its_own_heads_and_layers_from_its_host(name: str, spec: str) -> None:
+    line, cluster, context = on(read_architecture(name), spec), Cluster.of(spec), 65_536
+    shape, bus = line.layer.model.attention, line.layer.device.bus
+    kv_heads = max(1.0, shape.num_kv_heads / line.layer.tp)
+    rank_bytes = context * shape.kv_bytes / shape.num_kv_heads * kv_heads * max(map(len, line.stages))
+    found = host_kv(line, cluster.num_instances, 1, 1000.0, context).fetch_s
+    assert found == pytest.approx(bus.latency_s + rank_bytes / cluster.num_instances / bus.bytes_per_s)

@@ -81,7 +81,7 @@ class HostKv:
 
     Attributes:
         tokens: number of tokens whose KV fits on all hosts.
-        fetch_s: seconds to load the KV of the context, each device over its own bus.
+        fetch_s: seconds in which each device loads the KV of its own heads and layers over its own bus.
     """
 
     tokens: int
@@ -286,8 +286,8 @@ def host_kv(model: Roofline, instances: int, num_hosts: int, gib: float, context
     token_bytes = shape.kv_bytes * shape.num_layers
     if not gib * 2**30 >= token_bytes:
         raise ParameterError("host_kv_gib", f"{gib:g} holds no token of {token_bytes:,.0f} bytes: allow more", gib)
-    bus, num_devices = layer.device.bus, instances * layer.tp * len(model.stages)
-    fetch_s = bus.latency_s + batch * context * token_bytes / (num_devices * bus.bytes_per_s)
+    rank_bytes = layer.kv_bytes * max(map(len, model.stages))
+    fetch_s = layer.device.bus.latency_s + batch * context * rank_bytes / (instances * layer.device.bus.bytes_per_s)
     return HostKv(tokens=int(num_hosts * gib * 2**30 // token_bytes), fetch_s=fetch_s)
 
 
