@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,10 @@ from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
 from longspan.cost.estimate import estimate_decode, host_kv
 from longspan.cost.forward import Roofline, rooflines
+from longspan.cost.layer_kinds import Experts
 from longspan.cost.links import collective_s
 from longspan.cost.topology import Devices
+from longspan.errors import ParameterError
 from longspan.simulation import read_architecture
 
 MODELS = [read_architecture(name) for name in catalog.names("models")]
@@ -61,3 +64,26 @@ def test_every_rank_loads_the_kv_of_its_own_heads_and_layers_from_its_host(name:
     rank_bytes = context * shape.kv_bytes / shape.num_kv_heads * kv_heads * max(map(len, line.stages))
     found = host_kv(line, cluster.num_instances, 1, 1000.0, context).fetch_s
     assert found == pytest.approx(bus.latency_s + rank_bytes / cluster.num_instances / bus.bytes_per_s)
+
+
+@pytest.mark.parametrize("model", SPARSE, ids=lambda model: model.name)
+def test_no_rank_has_less_than_a_whole_expert(model: Architecture) -> None:
+    assert model.experts is not None
+    if model.experts.number < 32 <= model.attention.num_heads:
+        with pytest.raises(ParameterError, match=rf"expert_parallel.* share {model.experts.number} whole experts: use"):
+            on(whole(model), "tp32", hosts=4)
+    on(whole(model), "tp8")
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(8, 8), (8, 3), (16, 12), (160, 64), (5, 4)])
+def test_the_busiest_rank_computes_whole_experts_and_stores_them(number: int, ranks: int) -> None:
+    experts = Experts(number=number, per_token=1, intermediate_size=64, shared_size=0, layers=(0, 1), are_whole=True)
+    held = max(Counter(expert % ranks for expert in range(number)).values())
+    assert experts.busiest_rank(1e6, ranks) == pytest.approx(held)
+    assert experts.busiest_rank(1, ranks) == pytest.approx(1)
+    model = replace(MODELS[0], experts=experts)
+    of_experts = [
+        replace(model, experts=replace(experts, intermediate_size=size)).rank_bytes(range(2), ranks) for size in (64, 0)
+    ]
+    each = model.matrices_of(64) * model.precision.ffn_bytes
+    assert of_experts[0] - of_experts[1] == pytest.approx(2 * held * each)

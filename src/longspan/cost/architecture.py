@@ -149,9 +149,13 @@ class Architecture:
         return len(layers) * down * self.precision.weight_bytes + routers
 
     def rank_bytes(self, layers: range, tp: int) -> float:
-        """Return the bytes of some layers on each of `tp` ranks."""
+        """Return the bytes of some layers on the fullest of `tp` ranks."""
         copied = self.copied_bytes(layers)
-        return copied + (self.stage_bytes(layers) - copied) / tp
+        even = copied + (self.stage_bytes(layers) - copied) / tp
+        if (experts := self.experts) is None or not experts.are_whole:
+            return even
+        more = self.num_sparse(layers) * (experts.per_rank(tp) - experts.number / tp)
+        return even + more * self.matrices_of(experts.intermediate_size) * self.precision.ffn_bytes
 
     def num_sparse(self, layers: range) -> int:
         """Return the number of layers with experts among some layers."""

@@ -279,6 +279,9 @@ def rooflines(
             raise ValueError(
                 f"tp({spec.tp}) ranks cannot share {model.attention.num_heads} query heads: use a smaller tp"
             )
+        if model.experts is not None and model.experts.are_whole and model.experts.number < spec.tp:
+            problem = f"tp({spec.tp}) ranks cannot share {model.experts.number} whole experts: use a smaller tp"
+            raise ParameterError("expert_parallel", problem, True)
     launch = launch or ("eager" if kernels == "eager" else "compiled")
     if kernels == "eager" != launch:
         problem = f"{launch} needs fused attention: leave it out, or choose attention flash"
