@@ -87,3 +87,11 @@ def test_the_busiest_rank_computes_whole_experts_and_stores_them(number: int, ra
     ]
     each = model.matrices_of(64) * model.precision.ffn_bytes
     assert of_experts[0] - of_experts[1] == pytest.approx(2 * held * each)
+
+
+@pytest.mark.parametrize("hardware", ["h100-sxm-80g", "a100-sxm-80g", "mi300x", "l40s"])
+def test_all_to_alls_of_an_instance_and_of_instances_take_equally_long(hardware: str) -> None:
+    for size in (2, 4, 8):
+        ranks, instances = on(MODELS[0], f"tp{size}", hardware), on(MODELS[0], str(size), hardware)
+        for num_bytes in (1e3, 1e6, 1e9):
+            assert ranks.topology.scatter_s(num_bytes) == instances.topology.alltoall_s(num_bytes, tuple(range(size)))

@@ -164,7 +164,7 @@ class Topology:
         """Return the seconds in which each rank of an instance sends `num_bytes`, split evenly over its other ranks."""
         hosts = -(-self.tp // self.gpus_per_host)
         if hosts == 1:
-            return self.inside.collective_s + num_bytes / self.inside.bytes_per_s
+            return collective_s(self.inside.alltoall, num_bytes, self.tp)
         outside = num_bytes * (self.tp - self._flows) / (self.tp - 1)
         return self.between.collective_s * math.ceil(math.log2(hosts)) + max(
             outside / self.between.flow(self._flows), (num_bytes - outside) / self.inside.bytes_per_s
