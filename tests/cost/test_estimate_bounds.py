@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from longspan.core.cluster import Cluster
-from longspan.core.exchange import LOCAL, RING_Q
+from longspan.core.exchange import LOCAL, RING_KV, RING_Q, Exchange
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
 from longspan.cost.estimate import estimate_decode, host_kv
@@ -95,3 +95,14 @@ def test_all_to_alls_of_an_instance_and_of_instances_take_equally_long(hardware:
         ranks, instances = on(MODELS[0], f"tp{size}", hardware), on(MODELS[0], str(size), hardware)
         for num_bytes in (1e3, 1e6, 1e9):
             assert ranks.topology.scatter_s(num_bytes) == instances.topology.alltoall_s(num_bytes, tuple(range(size)))
+
+
+@pytest.mark.parametrize("exchange", [RING_KV, RING_Q])
+def test_only_eager_decodes_wait_for_hops(exchange: Exchange) -> None:
+    devices, model = Devices(hardware="h100-sxm-80g", gpus_per_host=8), read_architecture("llama-3-8b")
+    eager, graph, compiled = (
+        rooflines(model, devices, Cluster.of("4"), launch=launch)[0] for launch in ("eager", "graph", "compiled")
+    )
+    hops_s = 32 * (2 if exchange == RING_Q else 3) * eager.layer.attention.hop_us * 1e-6
+    steps = [estimate_decode(line, 4, exchange, 4096, 4).breakdown.overhead_s for line in (eager, graph, compiled)]
+    assert steps[1] == steps[2] and steps[0] - steps[1] == pytest.approx(hops_s)

@@ -295,7 +295,7 @@ def rooflines(
     lines = []
     for spec, role in zip(specs, (located.prefill, located.decode), strict=False):
         places = Topology(tp=spec.tp, gpus_per_host=per_host, inside=inside, between=between, hosts=hosts)
-        topology = replace(places, kernels=launch != "eager")
+        topology = replace(places, recorded=launch != "eager")
         layer = Layer(model=model, device=device, efficiency=constants, attention=attention, tp=spec.tp)
         stages = [located.layers(role[0], stage) for stage in range(spec.pp)]
         ranks_hosts = [[located.hosts[located.rank(i, stage)] for i in role] for stage in range(spec.pp)]
