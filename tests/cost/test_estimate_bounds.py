@@ -11,7 +11,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_KV, RING_Q, Exchange
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
-from longspan.cost.estimate import estimate_decode, host_kv
+from longspan.cost.estimate import estimate_decode, estimate_prefill, host_kv
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.layer_kinds import Experts
 from longspan.cost.links import collective_s
@@ -106,3 +106,16 @@ def test_only_eager_decodes_wait_for_hops(exchange: Exchange) -> None:
     hops_s = 32 * (2 if exchange == RING_Q else 3) * eager.layer.attention.hop_us * 1e-6
     steps = [estimate_decode(line, 4, exchange, 4096, 4).breakdown.overhead_s for line in (eager, graph, compiled)]
     assert steps[1] == steps[2] and steps[0] - steps[1] == pytest.approx(hops_s)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_utilisation_counts_no_more_products_than_are_computed(model: Architecture) -> None:
+    """The embedding is no product. The output head is one for sampled tokens, of a prompt only the last."""
+    line = on(replace(model, vocab_size=10**7), "1")
+    small = on(model, "1")
+    for phase in (estimate_prefill, estimate_decode):
+        large_flops, flops = (
+            (found := phase(each, 1, LOCAL, 4096)).flops_per_gpu_s * found.seconds for each in (line, small)
+        )
+        assert large_flops - flops == pytest.approx(2 * (10**7 - model.vocab_size) * model.attention.hidden_size)
+        assert 0 < phase(line, 1, LOCAL, 4096).mfu < 1

@@ -217,7 +217,9 @@ def _table(result: Estimate, fleet: Fleet) -> Table:
         table.add_row("sparse attention", f"{drops.levels} levels drop {ratios}; saves {saved}")
     if result.host is not None:
         table.add_row("from the host", f"{seconds(result.host.fetch_s)}; holds KV of {result.host.tokens:,} tokens")
-    table.add_row("utilisation", f"{result.mfu:.1%}, {result.flops_per_gpu_s / 1e12:.0f} TFLOP/s per GPU")
+    table.add_row(
+        "utilisation", f"{result.mfu:.1%} of the 16-bit peak, {result.flops_per_gpu_s / 1e12:.0f} TFLOP/s per GPU"
+    )
     if len(set(result.partition)) > 1:
         table.add_row("tokens", ", ".join(map(str, result.partition)))
     return table

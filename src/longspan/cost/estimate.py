@@ -113,8 +113,8 @@ class Estimate:
         seconds: seconds to the first token, or between tokens.
         lower_bound_s: for a prefill, equation 2 of KV-Runahead from the time of one instance. For a decode step, all
             weights and keys at the memory's full speed.
-        flops_per_gpu_s: operations per second and device, counted as in Context Parallelism, Appendix A.
-        mfu: fraction of the peak in 16 bits.
+        flops_per_gpu_s: operations per second and device, with the output head for sampled tokens only.
+        mfu: fraction of the peak in 16 bits. Products with fewer bits can exceed it.
         partition: tokens of each instance.
         host: KV in the memory of hosts, if requested.
         drops: of sparse attention, if requested.
@@ -241,7 +241,7 @@ def estimate_prefill(
         last = _last(_times(model, channel, batch), exchange)
     alone = replace(prompt, exchange=LOCAL, group=(0,)).channel(None, model.layer.model.attention)
     alone_s = _times(model, alone, batch)[0].total_s
-    products = 2 * model.layer.model.active_parameters * prompt.new * batch
+    products = model.layer.model.products_flops(prompt.new * batch, batch)
     flops = products + attention_flops(model.layer.model.attention, sum(channel.shares.pairs))
     return _estimate(
         model,
@@ -321,7 +321,7 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
     layer, tokens_at_once = model.layer, -(-batch // (instances * num_groups))
     keys_bytes = batch * shape.seen(length) * shape.kv_bytes * shape.num_layers
     read = layer.model.read_bytes(tokens_at_once) * instances + keys_bytes / num_groups
-    flops = batch * (2 * layer.model.active_parameters + attention_flops(shape, shape.seen(length)))
+    flops = layer.model.products_flops(batch, batch) + attention_flops(shape, batch * shape.seen(length))
     bound_s = read / (instances * layer.tp * layer.device.bytes_per_s)
     return _estimate(
         model, channel, phase="decode", breakdown=breakdown, lower_bound_s=bound_s, flops=flops, at_once=channel
