@@ -97,6 +97,18 @@ def test_all_to_alls_of_an_instance_and_of_instances_take_equally_long(hardware:
             assert ranks.topology.scatter_s(num_bytes) == instances.topology.alltoall_s(num_bytes, tuple(range(size)))
 
 
+@pytest.mark.parametrize("spec", ["tp8", "tp4pp2", "2xtp4"])
+@pytest.mark.parametrize("model", SPARSE, ids=lambda model: model.name)
+def test_bytes_are_those_of_the_collectives_whose_seconds_are_predicted(model: Architecture, spec: str) -> None:
+    plain, placed = on(model, spec), on(whole(model), spec)
+    instances = Cluster.of(spec).num_instances
+    exchange = LOCAL if instances == 1 else RING_KV
+    for length in (16, 512, 32_768):
+        sums, scatters = (estimate_prefill(line, instances, exchange, length) for line in (plain, placed))
+        is_quicker = scatters.breakdown.all_reduce_s < sums.breakdown.all_reduce_s * (1 - 1e-9)
+        assert is_quicker == (scatters.bytes_exchanged != pytest.approx(sums.bytes_exchanged))
+
+
 @pytest.mark.parametrize("exchange", [RING_KV, RING_Q])
 def test_only_eager_decodes_wait_for_hops(exchange: Exchange) -> None:
     devices, model = Devices(hardware="h100-sxm-80g", gpus_per_host=8), read_architecture("llama-3-8b")

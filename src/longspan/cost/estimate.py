@@ -432,9 +432,9 @@ def _estimate(
     """Complete an estimate by bytes, memory and rates. `at_once` is the channel, or the last chunk of a pipeline."""
     layer, shape = model.layer, model.layer.model.attention
     queries = channel.shares.queries
-    sums = 1 if layer.model.parallel else 2
+    passes = min(sum(queries), len(model.stages)) if channel.decode else sum(queries) / sum(at_once.shares.queries)
     passed = len(model.hops) * layer.tp * sum(queries) * shape.hidden_size * layer.bytes_per_element
-    reduced = sums * 2 * (layer.tp - 1) * sum(queries) * shape.hidden_size * layer.bytes_per_element
+    summed = passes * sum(model.summing(number / passes)[1] for number in queries)
     seconds = breakdown.total_s
     rate = flops / seconds / (len(queries) * layer.tp * len(model.stages))
     return Estimate(
@@ -442,7 +442,7 @@ def _estimate(
         seconds=seconds,
         lower_bound_s=lower_bound_s,
         breakdown=breakdown,
-        bytes_exchanged=shape.num_layers * (exchanged_bytes(layer, channel) + reduced) + passed,
+        bytes_exchanged=shape.num_layers * exchanged_bytes(layer, channel) + summed + passed,
         memory=memory(model, at_once, max(at_once.shares.queries)),
         flops_per_gpu_s=rate,
         mfu=rate / layer.device.peak("bfloat16"),
