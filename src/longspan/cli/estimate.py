@@ -134,7 +134,7 @@ def estimate(
         result = estimate_prefill(cost, size, chosen, context, cached, fractions=fractions, batch=batch)
         if csa != "off":
             placed = spec.on_hosts(gpus_per_host)
-            steps = RooflineCost(sizes, devices, placed, block_size=1, launch=hardware_spec.launch)
+            steps = RooflineCost(sizes, devices, placed, block_size=1, kernels=kernels, launch=launch)
             drops = _drops(csa_settings(csa, model), chosen, steps, cached, context)
             pairs = batch * (context - cached) * (context + cached + 1) / 2
             flops = attention_flops(sizes.attention, pairs)
