@@ -172,16 +172,15 @@ class Roofline:
     def summing(self, tokens: float) -> tuple[float, float]:
         """Return the seconds and bytes of sums over the ranks of an instance, in all layers.
 
-        Expert parallelism replaces the sum of its layers by all-to-alls where they are quicker. Few tokens are computed
-        by all ranks instead, and summed.
+        Many tokens are scattered to whole experts by all-to-alls instead, if these are quicker than a sum.
         """
         model, topology = self.layer.model, self.topology
         num_layers, hidden = model.attention.num_layers, tokens * model.attention.hidden_size
         hidden_bytes, sums = hidden * self.layer.bytes_per_element, num_layers * (1 if model.parallel else 2)
         sum_s, sum_bytes = topology.all_reduce_s(hidden_bytes), 2 * (self.layer.tp - 1) * hidden_bytes
-        sizes, num_sparse = self._scattered_bytes(hidden), 0
-        if (both_s := sum(map(topology.scatter_s, sizes))) < sum_s and sizes:
-            num_sparse = model.num_sparse(range(num_layers))
+        sizes = self._scattered_bytes(hidden)
+        both_s = sum(map(topology.scatter_s, sizes))
+        num_sparse = model.num_sparse(range(num_layers)) if sizes and both_s < sum_s else 0
         seconds = (sums - num_sparse) * sum_s + num_sparse * both_s
         return seconds, (sums - num_sparse) * sum_bytes + num_sparse * self.layer.tp * sum(sizes)
 

@@ -38,12 +38,11 @@ class Experts:
         The numbers of ranks are taken as normal, with the variance of drawing the active experts among all. Their
         maximum is Blom's approximation.
         """
-        active, held = self.active(tokens), self.per_rank(ranks)
-        share, unused = held / self.number, 1 - active / self.number
-        mean = active * share
+        active, share = self.active(tokens), self.per_rank(ranks) / self.number
+        mean, unused = active * share, 1 - active / self.number
         quantile = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
         busiest = mean + quantile * math.sqrt(mean * (1 - share) * unused)
-        return min(max(busiest, min(1.0, active)), held, active)
+        return min(max(busiest, min(1.0, active)), self.per_rank(ranks), active)
 
     def per_rank(self, ranks: int) -> int:
         """Return the experts of the rank with the most, with expert parallelism."""

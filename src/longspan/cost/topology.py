@@ -99,8 +99,7 @@ class Topology:
     Attributes:
         inside, between: the links of messages inside a host, and between hosts.
         hosts: the host of each instance's first rank, of all roles.
-        recorded: whether decode steps are recorded graphs. Then hops of decodes take the host no time, and the engine
-            uses its own kernels for small all-reduces, besides NCCL.
+        recorded: whether decode steps are recorded graphs, which may use the engine's kernels for small all-reduces.
         speed: returns the factor of the speed of the link between two instances. None is 1. A collective waits for the
             slowest link between neighbours of its group.
     """
