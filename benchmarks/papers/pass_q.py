@@ -26,7 +26,7 @@ def _pass_q(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     return ChannelTime(
         attention_s=attended_s,
         exposed_s=(members - 1) * max(0.0, sent_s - attended_s / members) + returned_s,
-        overhead_s=(members - 1) * hop_s(layer, channel.decode) + members * merge_s(layer, num_queries),
+        overhead_s=(members - 1) * hop_s(layer, topology, channel.decode) + members * merge_s(layer, num_queries),
     )
 
 

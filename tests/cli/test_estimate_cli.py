@@ -13,6 +13,7 @@ from fake_llm import run
 
 from longspan.cli.estimate import length
 from longspan.cost import catalog
+from longspan.cost.forward import Roofline, rooflines
 
 FIELDS = {
     "ttft_s",
@@ -215,6 +216,14 @@ def test_a_table_has_the_tokens_of_each_instance_if_they_differ(capsys: pytest.C
         ((*BASE, "--context", "1K", "--parallel", "64"), "64 GPUs, but there are 1 hosts * 8 = 8"),
         ((*BASE, "--context", "1K", "--link", "wifi"), "--link 'wifi' is unknown"),
         *(
+            (("estimate", "mixtral-8x7b", *BASE[2:], "--context", "1K", "--expert-parallel", *given), words)
+            for given, words in (
+                ((), "--expert-parallel needs tp 2 or more"),
+                (("--parallel", "4xpp2"), "--expert-parallel needs tp 2 or more"),
+                (("--parallel", "tp16", "--hosts", "2"), "--expert-parallel tp(16) ranks cannot share 8 whole experts"),
+            )
+        ),
+        *(
             (
                 (*BASE, "--context", "1K", "--link-gbytes-per-s", speed),
                 f"--link-gbytes-per-s must be {wanted}, but {speed} given",
@@ -286,6 +295,25 @@ def test_sparse_attention_shortens_a_prompt(tmp_path: Path, capsys: pytest.Captu
     assert found[0.5]["ttft_s"] < found[0.2]["ttft_s"] < min(exact["ttft_s"], found[0.0]["ttft_s"])
     behind = answer(capsys, *base, "--csa", str(file), "--cached", "192K")
     assert behind["csa"]["products_share"] < found[0.5]["csa"]["products_share"], "later queries see more distant keys"
+
+
+@pytest.mark.parametrize("given", [("--attention", "eager"), ("--launch", "eager"), ("--launch", "graph"), ()])
+def test_sparse_attention_is_priced_by_the_costs_of_the_exact_exchange(
+    given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[Roofline] = []
+
+    def recorded(*arguments: Any, **options: Any) -> tuple[Roofline, ...]:
+        lines.extend(found := rooflines(*arguments, **options))
+        return found
+
+    for module in ("forward", "step_cost"):
+        monkeypatch.setattr(f"longspan.cost.{module}.rooflines", recorded)
+    file = tmp_path / "csa.yaml"
+    file.write_text("levels: 2\ndrop: 0.5\n")
+    assert run(*BASE, "--parallel", "8", "--context", "64K", "--csa", str(file), *given) == 0
+    first, *others = [(line.layer.attention, line.launch) for line in lines]
+    assert others and set(others) == {first}
 
 
 def test_sparse_attention_of_an_estimate_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

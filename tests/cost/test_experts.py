@@ -17,6 +17,7 @@ from longspan.cost.config_fields import stored_formats
 from longspan.cost.estimate import estimate_decode, estimate_prefill, full_step
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.layer_kinds import Experts
+from longspan.cost.links import collective_s
 from longspan.cost.precision import Precision
 from longspan.cost.roofline import linear_s
 from longspan.cost.step_cost import missing_weights
@@ -217,8 +218,7 @@ def test_the_bytes_of_the_all_to_all_by_hand() -> None:
     model = whole(from_config(TINY | {"hidden_size": 8192, "num_attention_heads": 64}, name="tiny"))
     line, tokens = on(model, "tp4"), 65536
     sent = tokens / 4 * 4 * (1 - 0.75**4) * 0.75 * 8192 * 2
-    link = line.topology.inside
-    both_s = 2 * (link.collective_s + sent / link.bytes_per_s)
+    both_s = 2 * collective_s(line.topology.inside.alltoall, sent, 4)
     plain_s = line.topology.all_reduce_s(tokens * 8192 * 2)
     assert both_s < plain_s
     found = estimate_prefill(line, 1, LOCAL, tokens).breakdown.all_reduce_s

@@ -160,7 +160,9 @@ def test_windows_limit_the_time_of_attention_and_not_the_pools() -> None:
     assert kv_record(full, 16) == kv_record(windowed, 16)
     pairs = windowed.attention.pairs(Run(0, 65536))
     assert prompts[1].flops_per_gpu_s * prompts[1].seconds == pytest.approx(
-        2 * windowed.num_parameters * 65536 + 6 * windowed.attention.pair_flops * pairs
+        2 * (windowed.num_parameters - 2 * windowed.head_weights) * 65536
+        + 2 * windowed.head_weights
+        + 6 * windowed.attention.pair_flops * pairs
     )
 
 

@@ -118,7 +118,12 @@ def estimate(
     device = read_device(hardware)
     devices = Devices(hardware=device, gpus_per_host=gpus_per_host, hosts=hosts, link=link, link_gbytes_per_s=rate)
     sizes = read_architecture(model, hardware_spec)
-    [cost] = rooflines(sizes, devices, spec, hardware_spec.attention or "flash", launch=hardware_spec.launch)
+    if hardware_spec.expert_parallel and spec.spec.tp == 1:
+        raise ParameterError(
+            "expert_parallel", "needs tp 2 or more, to share experts: use a larger tp, or leave it out"
+        )
+    kernels, launch = hardware_spec.attention or "flash", hardware_spec.launch
+    [cost] = rooflines(sizes, devices, spec, kernels, launch=launch)
     size, auto = spec.num_instances, RING_KV if phase == "prefill" else RING_Q
     chosen = auto if exchange == "auto" else exchange_of(exchange)
     if csa != "off":
@@ -129,7 +134,7 @@ def estimate(
         result = estimate_prefill(cost, size, chosen, context, cached, fractions=fractions, batch=batch)
         if csa != "off":
             placed = spec.on_hosts(gpus_per_host)
-            steps = RooflineCost(sizes, devices, placed, block_size=1, launch=hardware_spec.launch)
+            steps = RooflineCost(sizes, devices, placed, block_size=1, kernels=kernels, launch=launch)
             drops = _drops(csa_settings(csa, model), chosen, steps, cached, context)
             pairs = batch * (context - cached) * (context + cached + 1) / 2
             flops = attention_flops(sizes.attention, pairs)
@@ -212,7 +217,9 @@ def _table(result: Estimate, fleet: Fleet) -> Table:
         table.add_row("sparse attention", f"{drops.levels} levels drop {ratios}; saves {saved}")
     if result.host is not None:
         table.add_row("from the host", f"{seconds(result.host.fetch_s)}; holds KV of {result.host.tokens:,} tokens")
-    table.add_row("utilisation", f"{result.mfu:.1%}, {result.flops_per_gpu_s / 1e12:.0f} TFLOP/s per GPU")
+    table.add_row(
+        "utilisation", f"{result.mfu:.1%} of the 16-bit peak, {result.flops_per_gpu_s / 1e12:.0f} TFLOP/s per GPU"
+    )
     if len(set(result.partition)) > 1:
         table.add_row("tokens", ", ".join(map(str, result.partition)))
     return table

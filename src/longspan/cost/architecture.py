@@ -117,8 +117,12 @@ class Architecture:
         """
         shape = self.attention
         pairs = num_tokens**2 / 2 if shape.windows is None else shape.pairs(Run(0, num_tokens))
+        return self.products_flops(num_tokens) + shape.num_layers * shape.pair_flops * pairs
+
+    def products_flops(self, tokens: float, sampled: float = 0) -> float:
+        """Return the operations of products with weights: of layers for `tokens`, of the output head for `sampled`."""
         weights = self.active_parameters - self._num_heads_weights
-        return 2.0 * weights * num_tokens + shape.num_layers * shape.pair_flops * pairs
+        return 2.0 * (weights * tokens + self.head_weights * sampled)
 
     def stage_bytes(self, layers: range) -> float:
         """Return the bytes of some layers. The first layer includes the embedding, the last the output head."""
@@ -149,9 +153,13 @@ class Architecture:
         return len(layers) * down * self.precision.weight_bytes + routers
 
     def rank_bytes(self, layers: range, tp: int) -> float:
-        """Return the bytes of some layers on each of `tp` ranks."""
+        """Return the bytes of some layers on the fullest of `tp` ranks."""
         copied = self.copied_bytes(layers)
-        return copied + (self.stage_bytes(layers) - copied) / tp
+        even = copied + (self.stage_bytes(layers) - copied) / tp
+        if (experts := self.experts) is None or not experts.are_whole:
+            return even
+        more = self.num_sparse(layers) * (experts.per_rank(tp) - experts.number / tp)
+        return even + more * self.matrices_of(experts.intermediate_size) * self.precision.ffn_bytes
 
     def num_sparse(self, layers: range) -> int:
         """Return the number of layers with experts among some layers."""

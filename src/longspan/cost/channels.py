@@ -76,7 +76,7 @@ class Channel:
 
     Attributes:
         keys: number of keys that are visible to any query of the parts, as the mean over layers.
-        decode: whether all its queries are single tokens, so that a step is a recorded graph without launches.
+        decode: whether all its queries are single tokens, so that engines may record the step as a graph.
         evenness: of the keys of decoding requests, see `FlashCurve.seconds`.
     """
 
@@ -226,7 +226,7 @@ def _ring_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     return ChannelTime(
         attention_s=attended_s,
         exposed_s=(members - 1) * max(0.0, sent_s - attended_s / members),
-        overhead_s=(members - 1) * (hop_s(layer, channel.decode) + merge_s(layer, busiest.queries)),
+        overhead_s=(members - 1) * (hop_s(layer, topology, channel.decode) + merge_s(layer, busiest.queries)),
     )
 
 
@@ -279,7 +279,7 @@ def _queries_s(
     return (
         topology.alltoall_s(peers * queries * width, group),
         topology.alltoall_s(peers * queries * (width + 4 * layer.heads), group),
-        2 * hop_s(layer, decode) + len(group) * merge_s(layer, queries),
+        2 * hop_s(layer, topology, decode) + len(group) * merge_s(layer, queries),
     )
 
 
@@ -350,8 +350,8 @@ def _chain_bytes(layer: Layer, channel: Channel) -> float:
     return layer.model.attention.kv_bytes * sum(max(held, cached) for held in channel.shares.held[:-1])
 
 
-def hop_s(layer: Layer, decode: bool) -> float:
-    return 0.0 if decode else layer.attention.hop_us * 1e-6
+def hop_s(layer: Layer, topology: Topology, decode: bool) -> float:
+    return 0.0 if decode and topology.recorded else layer.attention.hop_us * 1e-6
 
 
 def merge_s(layer: Layer, queries: float) -> float:

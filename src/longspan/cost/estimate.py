@@ -81,7 +81,7 @@ class HostKv:
 
     Attributes:
         tokens: number of tokens whose KV fits on all hosts.
-        fetch_s: seconds to load the KV of the context, each device over its own bus.
+        fetch_s: seconds in which each device loads the KV of its own heads and layers over its own bus.
     """
 
     tokens: int
@@ -113,8 +113,8 @@ class Estimate:
         seconds: seconds to the first token, or between tokens.
         lower_bound_s: for a prefill, equation 2 of KV-Runahead from the time of one instance. For a decode step, all
             weights and keys at the memory's full speed.
-        flops_per_gpu_s: operations per second and device, counted as in Context Parallelism, Appendix A.
-        mfu: fraction of the peak in 16 bits.
+        flops_per_gpu_s: operations per second and device, with the output head for sampled tokens only.
+        mfu: fraction of the peak in 16 bits. Products with fewer bits can exceed it.
         partition: tokens of each instance.
         host: KV in the memory of hosts, if requested.
         drops: of sparse attention, if requested.
@@ -241,7 +241,7 @@ def estimate_prefill(
         last = _last(_times(model, channel, batch), exchange)
     alone = replace(prompt, exchange=LOCAL, group=(0,)).channel(None, model.layer.model.attention)
     alone_s = _times(model, alone, batch)[0].total_s
-    products = 2 * model.layer.model.active_parameters * prompt.new * batch
+    products = model.layer.model.products_flops(prompt.new * batch, batch)
     flops = products + attention_flops(model.layer.model.attention, sum(channel.shares.pairs))
     return _estimate(
         model,
@@ -286,8 +286,8 @@ def host_kv(model: Roofline, instances: int, num_hosts: int, gib: float, context
     token_bytes = shape.kv_bytes * shape.num_layers
     if not gib * 2**30 >= token_bytes:
         raise ParameterError("host_kv_gib", f"{gib:g} holds no token of {token_bytes:,.0f} bytes: allow more", gib)
-    bus, num_devices = layer.device.bus, instances * layer.tp * len(model.stages)
-    fetch_s = bus.latency_s + batch * context * token_bytes / (num_devices * bus.bytes_per_s)
+    rank_bytes = layer.kv_bytes * max(map(len, model.stages))
+    fetch_s = layer.device.bus.latency_s + batch * context * rank_bytes / (instances * layer.device.bus.bytes_per_s)
     return HostKv(tokens=int(num_hosts * gib * 2**30 // token_bytes), fetch_s=fetch_s)
 
 
@@ -318,10 +318,10 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
         stages_s = model.by_stage(breakdown.total_s - breakdown.head_s, breakdown.head_s, tokens)
         part = len(model.stages[-1]) / model.layer.model.attention.num_layers
         breakdown = breakdown.of_stage(part, max(sum(stages_s), num_groups * max(stages_s)))
-    layer = model.layer
+    layer, tokens_at_once = model.layer, -(-batch // (instances * num_groups))
     keys_bytes = batch * shape.seen(length) * shape.kv_bytes * shape.num_layers
-    read = layer.model.read_bytes(batch) * instances + keys_bytes / num_groups
-    flops = batch * (2 * layer.model.active_parameters + attention_flops(shape, shape.seen(length)))
+    read = layer.model.read_bytes(tokens_at_once) * instances + keys_bytes / num_groups
+    flops = layer.model.products_flops(batch, batch) + attention_flops(shape, batch * shape.seen(length))
     bound_s = read / (instances * layer.tp * layer.device.bytes_per_s)
     return _estimate(
         model, channel, phase="decode", breakdown=breakdown, lower_bound_s=bound_s, flops=flops, at_once=channel
@@ -432,9 +432,9 @@ def _estimate(
     """Complete an estimate by bytes, memory and rates. `at_once` is the channel, or the last chunk of a pipeline."""
     layer, shape = model.layer, model.layer.model.attention
     queries = channel.shares.queries
-    sums = 1 if layer.model.parallel else 2
+    passes = min(sum(queries), len(model.stages)) if channel.decode else sum(queries) / sum(at_once.shares.queries)
     passed = len(model.hops) * layer.tp * sum(queries) * shape.hidden_size * layer.bytes_per_element
-    reduced = sums * 2 * (layer.tp - 1) * sum(queries) * shape.hidden_size * layer.bytes_per_element
+    summed = passes * sum(model.summing(number / passes)[1] for number in queries)
     seconds = breakdown.total_s
     rate = flops / seconds / (len(queries) * layer.tp * len(model.stages))
     return Estimate(
@@ -442,7 +442,7 @@ def _estimate(
         seconds=seconds,
         lower_bound_s=lower_bound_s,
         breakdown=breakdown,
-        bytes_exchanged=shape.num_layers * (exchanged_bytes(layer, channel) + reduced) + passed,
+        bytes_exchanged=shape.num_layers * exchanged_bytes(layer, channel) + summed + passed,
         memory=memory(model, at_once, max(at_once.shares.queries)),
         flops_per_gpu_s=rate,
         mfu=rate / layer.device.peak("bfloat16"),

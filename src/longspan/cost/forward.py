@@ -161,33 +161,40 @@ class Roofline:
         if key not in self._known:
             layer, shape = self.layer, self.layer.model.attention
             before, behind = layer.before(tokens), layer.behind(tokens)
-            reduced = tokens * shape.hidden_size * layer.bytes_per_element
-            sums = 1 if layer.model.parallel else 2
-            reduced_s = sums * self.topology.all_reduce_s(reduced) if tokens else 0.0
             self._known[key] = Breakdown(
                 linear_s=shape.num_layers * (before.linear_s + behind.linear_s),
                 elementwise_s=shape.num_layers * (before.elementwise_s + behind.elementwise_s),
-                all_reduce_s=shape.num_layers * reduced_s - self._saved_s(tokens, reduced),
+                all_reduce_s=self.summing(tokens)[0] if tokens else 0.0,
                 head_s=layer.head_s(sampled) if sampled else 0.0,
             )
         return self._known[key]
 
-    def _saved_s(self, tokens: float, reduced: float) -> float:
-        """Return the seconds by which expert parallelism's all-to-all is quicker than an all-reduce in its layers.
+    def summing(self, tokens: float) -> tuple[float, float]:
+        """Return the seconds and bytes of sums over the ranks of an instance, in all layers.
 
-        Each rank then sends its part of the tokens to the ranks of their experts, in the precision of the products, and
-        outputs return. Few tokens are computed by all ranks instead, and summed.
+        Many tokens are scattered to whole experts by all-to-alls instead, if these are quicker than a sum.
+        """
+        model, topology = self.layer.model, self.topology
+        num_layers, hidden = model.attention.num_layers, tokens * model.attention.hidden_size
+        hidden_bytes, sums = hidden * self.layer.bytes_per_element, num_layers * (1 if model.parallel else 2)
+        sum_s, sum_bytes = topology.all_reduce_s(hidden_bytes), 2 * (self.layer.tp - 1) * hidden_bytes
+        sizes = self._scattered_bytes(hidden)
+        both_s = sum(map(topology.scatter_s, sizes))
+        num_sparse = model.num_sparse(range(num_layers)) if sizes and both_s < sum_s else 0
+        seconds = (sums - num_sparse) * sum_s + num_sparse * both_s
+        return seconds, (sums - num_sparse) * sum_bytes + num_sparse * self.layer.tp * sum(sizes)
+
+    def _scattered_bytes(self, hidden: float) -> tuple[float, ...]:
+        """Return the bytes of a rank in both all-to-alls of a layer, for `hidden` elements. Empty without them.
+
+        A rank sends its part of the tokens to their experts, in the precision of the products, and outputs return.
         """
         layer, experts = self.layer, self.layer.model.experts
-        if experts is None or not experts.are_whole or layer.tp == 1 or not tokens:
-            return 0.0
-        sent = experts.ranks_per_token(layer.tp) * (layer.tp - 1) / layer.tp * tokens / layer.tp
-        hidden_size, narrow = layer.model.attention.hidden_size, layer.device.multiplies_narrow(layer.precision.ffn)
-        element_bytes = layer.precision.ffn_bytes if narrow else layer.bytes_per_element
-        both_s = (
-            self.topology.scatter_s(sent * hidden_size * size) for size in (element_bytes, layer.bytes_per_element)
-        )
-        return len(experts.layers) * max(0.0, self.topology.all_reduce_s(reduced) - sum(both_s))
+        if experts is None or not experts.are_whole or layer.tp == 1:
+            return ()
+        sent = experts.ranks_per_token(layer.tp) * (layer.tp - 1) / layer.tp * hidden / layer.tp
+        narrow = layer.device.multiplies_narrow(layer.precision.ffn)
+        return sent * (layer.precision.ffn_bytes if narrow else layer.bytes_per_element), sent * layer.bytes_per_element
 
     def _waiting_for_host(self, times: Mapping[int, Breakdown], channels: Sequence[Channel]) -> dict[int, Breakdown]:
         """Return the time that instances wait for the host to launch operators."""
@@ -279,6 +286,9 @@ def rooflines(
             raise ValueError(
                 f"tp({spec.tp}) ranks cannot share {model.attention.num_heads} query heads: use a smaller tp"
             )
+        if model.experts is not None and model.experts.are_whole and model.experts.number < spec.tp:
+            problem = f"tp({spec.tp}) ranks cannot share {model.experts.number} whole experts: use a smaller tp"
+            raise ParameterError("expert_parallel", problem, True)
     launch = launch or ("eager" if kernels == "eager" else "compiled")
     if kernels == "eager" != launch:
         problem = f"{launch} needs fused attention: leave it out, or choose attention flash"
@@ -292,7 +302,7 @@ def rooflines(
     lines = []
     for spec, role in zip(specs, (located.prefill, located.decode), strict=False):
         places = Topology(tp=spec.tp, gpus_per_host=per_host, inside=inside, between=between, hosts=hosts)
-        topology = replace(places, kernels=launch != "eager")
+        topology = replace(places, recorded=launch != "eager")
         layer = Layer(model=model, device=device, efficiency=constants, attention=attention, tp=spec.tp)
         stages = [located.layers(role[0], stage) for stage in range(spec.pp)]
         ranks_hosts = [[located.hosts[located.rank(i, stage)] for i in role] for stage in range(spec.pp)]

@@ -33,16 +33,20 @@ class Experts:
         return self.number * (1 - unused)
 
     def busiest_rank(self, tokens: float, ranks: int) -> float:
-        """Return the expected active experts of the rank with the most, if each rank has 1/`ranks` of all experts.
+        """Return the expected active experts of the rank with the most, among the ranks with most experts.
 
         The numbers of ranks are taken as normal, with the variance of drawing the active experts among all. Their
         maximum is Blom's approximation.
         """
-        active = self.active(tokens)
-        mean, unused = active / ranks, 1 - active / self.number
+        active, share = self.active(tokens), self.per_rank(ranks) / self.number
+        mean, unused = active * share, 1 - active / self.number
         quantile = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
-        busiest = mean + quantile * math.sqrt(mean * (1 - 1 / ranks) * unused)
-        return min(max(busiest, min(1.0, active)), self.number / ranks, active)
+        busiest = mean + quantile * math.sqrt(mean * (1 - share) * unused)
+        return min(max(busiest, min(1.0, active)), self.per_rank(ranks), active)
+
+    def per_rank(self, ranks: int) -> int:
+        """Return the experts of the rank with the most, with expert parallelism."""
+        return -(-self.number // ranks)
 
     def ranks_per_token(self, ranks: int) -> float:
         """Return the expected number of ranks that have any expert of a token."""

@@ -99,7 +99,7 @@ class Topology:
     Attributes:
         inside, between: the links of messages inside a host, and between hosts.
         hosts: the host of each instance's first rank, of all roles.
-        kernels: whether the engine has its own kernels for small all-reduces, besides NCCL.
+        recorded: whether decode steps are recorded graphs, which may use the engine's kernels for small all-reduces.
         speed: returns the factor of the speed of the link between two instances. None is 1. A collective waits for the
             slowest link between neighbours of its group.
     """
@@ -109,7 +109,7 @@ class Topology:
     inside: Link
     between: Link
     hosts: Sequence[int]
-    kernels: bool = True
+    recorded: bool = True
     speed: Callable[[int, int], float] | None = None
     _known: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
 
@@ -157,14 +157,14 @@ class Topology:
             return 0.0
         hosts = -(-self.tp // self.gpus_per_host)
         if hosts == 1:
-            return self.inside.all_reduce_s(num_bytes, self.tp, kernels=self.kernels)
+            return self.inside.all_reduce_s(num_bytes, self.tp, kernels=self.recorded)
         return self._ring_s(2 * (self.tp - 1) / self.tp * num_bytes, self.tp, hosts, 1)
 
     def scatter_s(self, num_bytes: float) -> float:
         """Return the seconds in which each rank of an instance sends `num_bytes`, split evenly over its other ranks."""
         hosts = -(-self.tp // self.gpus_per_host)
         if hosts == 1:
-            return self.inside.collective_s + num_bytes / self.inside.bytes_per_s
+            return collective_s(self.inside.alltoall, num_bytes, self.tp)
         outside = num_bytes * (self.tp - self._flows) / (self.tp - 1)
         return self.between.collective_s * math.ceil(math.log2(hosts)) + max(
             outside / self.between.flow(self._flows), (num_bytes - outside) / self.inside.bytes_per_s
