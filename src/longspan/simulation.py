@@ -22,7 +22,7 @@ from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.catalog import Device
-from longspan.cost.config_fields import stored_formats
+from longspan.cost.config_fields import stored_formats, stored_kv
 from longspan.cost.precision import Precision
 from longspan.cost.profile import Profile
 from longspan.csa_file import csa_settings
@@ -126,7 +126,7 @@ def read_architecture(model: str, spec: HardwareSpec = HardwareSpec()) -> Archit
         ValueError: if there is no config.json, or an invalid one.
     """
     config, dtype = _read_config(model), resolved_dtype(model, spec.dtype)
-    kv = None if spec.kv_cache_dtype == "auto" else spec.kv_cache_dtype
+    kv = stored_kv(config) if spec.kv_cache_dtype == "auto" else spec.kv_cache_dtype
     weights = ffn = "bfloat16" if dtype == "auto" else dtype
     if spec.dtype == "auto" and (stored := stored_formats(config)) is not None:
         weights, ffn = stored
