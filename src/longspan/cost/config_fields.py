@@ -77,7 +77,7 @@ def table(config: Mapping[str, Any], field: str, name: str) -> Mapping[str, Any]
 
 
 def _list(config: Mapping[str, Any], field: str, kind: type, name: str) -> list[Any]:
-    """Return a list of texts or whole numbers, which is empty if the config has none. Raise ValueError for another value."""
+    """Return a list of texts or whole numbers, empty if the config has none. Raise ValueError for another value."""
     value = config.get(field) or []
     if not isinstance(value, list | tuple) or not all(isinstance(item, kind) for item in value):
         raise _wrong(field, name, f"a list of {'texts' if kind is str else 'whole numbers'}", value)
