@@ -93,6 +93,14 @@ def test_every_model_with_experts_has_a_published_count() -> None:
         ({"moe_layer_freq": 2}, [0, 2, 4], 0, 32),
         ({"shared_expert_intermediate_size": 48}, [0, 1, 2, 3, 4, 5], 48, 32),
         ({"moe_intermediate_size": None}, [0, 1, 2, 3, 4, 5], 0, 192),
+        ({"moe_intermediate_size": None, "expert_ffn_hidden_size": 48}, [0, 1, 2, 3, 4, 5], 0, 48),
+        ({"shared_intermediate_size": 48}, [0, 1, 2, 3, 4, 5], 48, 32),
+        ({"num_shared_expert": 2}, [0, 1, 2, 3, 4, 5], 64, 32),
+        ({"moe_layer_interval": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 4}, [1, 3], 0, 32),
+        ({"moe_layer_interval": 1, "moe_layer_start_index": 2, "moe_layer_end_index": -1}, [2, 3, 4, 5], 0, 32),
+        ({"interleave_moe_layer_step": 3}, [2, 5], 0, 32),
+        ({"moe_capacity": [64, 64], "num_expert_group": 8, "moe_gate": "topk", "use_moe": True}, list(range(6)), 0, 32),
+        ({"router_aux_loss_coef": 0.1, "zero_expert_num": 0, "moe_layers": None}, list(range(6)), 0, 32),
     ],
 )
 def test_layers_with_experts_follow_from_the_config(
@@ -123,6 +131,26 @@ def test_bytes_and_operations_by_hand() -> None:
     pairs = 100 * 100 / 2
     active = model.active_parameters - 2 * HEAD
     assert model.prefill_flops(100) == 2 * active * 100 + 6 * 4 * 8 * 8 * pairs
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("zero_expert_num", 256),
+        ("moe_layers", [1, 3]),
+        ("moe_layer_frequency", 2),
+        ("share_expert_dim", 64),
+        ("num_kv_shared_layers", 2),
+        ("moe_shared_expert_intermediate_size", 64),
+        ("num_moe_experts", 8),
+        ("intermediate_size_mlp", 64),
+    ],
+)
+@pytest.mark.parametrize("dense", [True, False])
+def test_unknown_sizes_of_experts_are_refused_by_name(field: str, value: Any, dense: bool) -> None:
+    config = {key: number for key, number in TINY.items() if not (dense and "experts" in key)}
+    with pytest.raises(ValueError, match=rf"tiny has .*{field}"):
+        from_config(config | {field: value}, name="tiny")
 
 
 @pytest.mark.parametrize(("number", "per_token"), [(8, 2), (16, 4), (128, 8), (4, 4)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from longspan.cost.layer_kinds import Experts, Latent, Windows
@@ -46,7 +48,11 @@ _NOT_MODELLED = {
     "swa_num_key_value_heads": "other KV heads in layers with windows",
     "num_global_key_value_heads": "other KV heads in layers with windows",
     "global_head_dim": "another head size in layers with windows",
+    "intermediate_size_mlp": "a shared expert that its config does not state",
 }
+_OF_EXPERTS = re.compile("expert|moe|shared")
+_NO_SIZE = re.compile("capacity|group|loss|coef|token_id")
+"""Parts of names of numbers that do not change the weights of experts or their number."""
 _ALL_WINDOWS = {"mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
 """Model types with windows in all layers, if their config states a window and no kinds of layers."""
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
@@ -99,6 +105,12 @@ def check_layers(config: Mapping[str, Any], name: str) -> None:
     for field, what in _NOT_MODELLED.items():
         if config.get(field):
             raise ValueError(f"{name} has {what} ({field}), whose cost is not modelled")
+    read = {"moe_layer_freq", "mlp_only_layers", "moe_layer_end_index", *chain(*_OTHER_NAMES.values())}
+    for field, value in config.items():
+        is_size = isinstance(value, int | list) and not isinstance(value, bool) and value not in (0, [])
+        if is_size and field not in read and _OF_EXPERTS.search(field) and not _NO_SIZE.search(field):
+            problem = f"{value!r}, a field of experts that is not read: use the usual name, or leave it out"
+            raise ValueError(f"the config of {name} has {field} = {problem}")
 
 
 def read_experts(config: Mapping[str, Any], name: str, intermediate_size: int) -> Experts | None:
@@ -132,6 +144,9 @@ def _sparse_layers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     step = size(config, "decoder_sparse_step", name, default=1)
     first = size(config, "first_k_dense_replace", name, default=0, least=0)
     dense = _list(config, "mlp_only_layers", int, name)
+    last = config.get("moe_layer_end_index")
+    if last not in (None, -1):
+        num_layers = min(num_layers, size(config, "moe_layer_end_index", name, least=0) + 1)
     layers = range(first, num_layers)
     return tuple(layer for layer in layers if layer % every == 0 and (layer + 1) % step == 0 and layer not in dense)
 
