@@ -227,7 +227,7 @@ def test_mixed_precision_counts_the_feed_forward_layers_apart() -> None:
         ({"vocab_size": "many"}, "vocab_size of tiny must be a positive whole number, but 'many' given"),
         (
             {"num_key_value_heads": 3},
-            "num_key_value_heads of tiny must divide num_attention_heads, which is 8, but 3 given",
+            "num_key_value_heads of tiny must be a divisor of num_attention_heads, 8, but 3 given",
         ),
         ({"num_local_experts": 8}, "the config of tiny has no num_experts_per_tok: add it"),
         ({"num_experts": [4, 8]}, r"num_experts of tiny must be a positive whole number, but \[4, 8\] given"),

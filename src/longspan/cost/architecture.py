@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspan.core.runs import Run
-from longspan.cost.config_fields import check_layers, read_experts, read_latent, read_windows, size, table
+from longspan.cost.config_fields import check_layers, read_experts, read_latent, read_windows, size, table, wrong
 from longspan.cost.layer_kinds import Experts
 from longspan.cost.precision import HALF, Precision
 from longspan.cost.shape import ModelShape
@@ -212,6 +212,5 @@ def _kv_heads(config: Mapping[str, Any], num_heads: int, name: str) -> int:
         return num_heads
     number = size(config, "num_key_value_heads", name, default=num_heads)
     if num_heads % number:
-        problem = f"must divide num_attention_heads, which is {num_heads}, but {number} given"
-        raise ValueError(f"num_key_value_heads of {name} {problem}")
+        raise wrong("num_key_value_heads", name, f"a divisor of num_attention_heads, {num_heads}", number)
     return number

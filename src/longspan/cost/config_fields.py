@@ -29,17 +29,8 @@ _OTHER_NAMES = {
 }
 _LINEAR_LAYERS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "short_conv", "lightning_attention"}
 _LINEAR_FIELDS = (
-    "linear_num_key_heads",
-    "linear_attn_config",
-    "mamba_d_state",
-    "mamba_num_heads",
-    "ssm_cfg",
-    "ssm_state_size",
-    "state_size",
-    "hybrid_override_pattern",
-    "attn_type_list",
-    "lru_width",
-    "time_step_rank",
+    *("linear_num_key_heads", "linear_attn_config", "mamba_d_state", "mamba_num_heads", "ssm_cfg", "ssm_state_size"),
+    *("state_size", "hybrid_override_pattern", "attn_type_list", "lru_width", "time_step_rank"),
 )
 _LINEAR_TYPES = {"mamba", "mamba2", "rwkv", "falcon_mamba", "recurrent_gemma", "jamba", "bamba"}
 _NOT_MODELLED = {
@@ -60,17 +51,13 @@ _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 
 
 def size(config: Mapping[str, Any], field: str, name: str, default: int | None = None, least: int = 1) -> int:
-    """Return a field under any of its names.
-
-    Raises:
-        ValueError: the field is missing, or not a whole number from `least` on.
-    """
+    """Return a field under any of its names. Raise ValueError if it is missing, or no whole number from `least` on."""
     names = _OTHER_NAMES.get(field, (field,))
     field, value = next(((key, config[key]) for key in names if config.get(key) is not None), (field, default))
     if value is None:
         raise ValueError(f"the config of {name} has no {field}: add it")
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
-        raise _wrong(field, name, "a positive whole number" if least else "a whole number from 0", value)
+        raise wrong(field, name, "a positive whole number" if least == 1 else f"a whole number from {least}", value)
     return value
 
 
@@ -78,7 +65,7 @@ def table(config: Mapping[str, Any], field: str, name: str) -> Mapping[str, Any]
     """Return a nested object, which is empty if the config has none. Raise ValueError for another value."""
     value = config.get(field)
     if value is not None and not isinstance(value, Mapping):
-        raise _wrong(field, name, "an object", value)
+        raise wrong(field, name, "an object", value)
     return value or {}
 
 
@@ -86,11 +73,11 @@ def _list(config: Mapping[str, Any], field: str, kind: type, name: str) -> list[
     """Return a list of texts or whole numbers, empty if the config has none. Raise ValueError for another value."""
     value = config.get(field) or []
     if not isinstance(value, list | tuple) or not all(isinstance(item, kind) for item in value):
-        raise _wrong(field, name, f"a list of {'texts' if kind is str else 'whole numbers'}", value)
+        raise wrong(field, name, f"a list of {'texts' if kind is str else 'whole numbers'}", value)
     return list(value)
 
 
-def _wrong(field: str, name: str, kind: str, value: object) -> ValueError:
+def wrong(field: str, name: str, kind: str, value: object) -> ValueError:
     return ValueError(f"{field} of {name} must be {kind}, but {value!r} given")
 
 
@@ -138,16 +125,14 @@ def _sparse_layers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     if isinstance(config.get("moe_layer_freq"), list | tuple):
         flags = _list(config, "moe_layer_freq", int, name)
         if len(flags) < num_layers:
-            raise _wrong("moe_layer_freq", name, f"a list with a number for each of the {num_layers} layers", flags)
+            raise wrong("moe_layer_freq", name, f"a list with a number for each of the {num_layers} layers", flags)
         return tuple(layer for layer in range(num_layers) if flags[layer])
     every = size(config, "moe_layer_freq", name, default=1)
     step = size(config, "decoder_sparse_step", name, default=1)
     first = size(config, "first_k_dense_replace", name, default=0, least=0)
     dense = _list(config, "mlp_only_layers", int, name)
-    last = config.get("moe_layer_end_index")
-    if last not in (None, -1):
-        num_layers = min(num_layers, size(config, "moe_layer_end_index", name, least=0) + 1)
-    layers = range(first, num_layers)
+    last = size(config, "moe_layer_end_index", name, default=-1, least=-1)
+    layers = range(first, num_layers if last < 0 else min(num_layers, last + 1))
     return tuple(layer for layer in layers if layer % every == 0 and (layer + 1) % step == 0 and layer not in dense)
 
 
@@ -175,7 +160,7 @@ def read_windows(config: Mapping[str, Any], name: str) -> Windows | None:
         number = sum(layer == "sliding_attention" for layer in types[:layers])
     elif isinstance(pattern, str) and pattern:  # of EXAONE, such as LLLG: local and global layers, repeated
         if set(pattern) - {"L", "G"}:
-            raise _wrong("sliding_window_pattern", name, "a number, or letters L (local) and G (global)", pattern)
+            raise wrong("sliding_window_pattern", name, "a number, or letters L (local) and G (global)", pattern)
         number = sum(pattern[layer % len(pattern)] == "L" for layer in range(layers))
     elif every := size(config, "sliding_window_pattern", name, default=0, least=0) or _FULL_EVERY.get(kind):
         number = layers - layers // every
@@ -191,11 +176,7 @@ def _layer_types(config: Mapping[str, Any], name: str) -> list[str]:
 
 
 def stored_formats(config: Mapping[str, Any]) -> tuple[Format, Format] | None:
-    """Return the formats of quantised weights, of attention and of feed-forward layers. None without quantisation.
-
-    Raises:
-        ValueError: for a quantisation that is not modelled, or a field of another type.
-    """
+    """Return the formats of quantised weights, of attention and of feed-forward layers. None without quantisation."""
     if not (stored := _quantization(config)):
         return None
     method = str(stored.get("quant_method") or "an unnamed method")
@@ -214,10 +195,8 @@ def stored_formats(config: Mapping[str, Any]) -> tuple[Format, Format] | None:
         "float 8 bits": "fp8",
         "float 8 bits in blocks": "fp8_block",
         "8 bits": "int8",
-        "int 8 bits": "int8",
-        "int 8 bits with inputs": "w8a8",
+        "8 bits with inputs": "w8a8",
         "4 bits": "int4",
-        "int 4 bits": "int4",
         "float 4 bits": "nvfp4",
         "nvfp4": "nvfp4",
     }
@@ -229,11 +208,7 @@ def stored_formats(config: Mapping[str, Any]) -> tuple[Format, Format] | None:
 
 
 def stored_kv(config: Mapping[str, Any]) -> Format | None:
-    """Return the format of keys and values that a quantised checkpoint states. None if it states none.
-
-    Raises:
-        ValueError: for a format that is not modelled, or a field of another type.
-    """
+    """Return the format of keys and values that a quantised checkpoint states. None if it states none."""
     stored = _quantization(config)
     scheme = table(stored, "kv_cache_scheme", "quantization_config")
     algorithm = stored.get("kv_cache_quant_algo")
@@ -256,7 +231,7 @@ def _compressed(stored: Mapping[str, Any]) -> str:
     groups = table(stored, "config_groups", "quantization_config")
     group = table(groups, next(iter(groups), ""), "config_groups")
     weights = table(group, "weights", "config_groups")
-    kind, bits = weights.get("type"), weights.get("num_bits")
+    kind = weights.get("type")
     blocks = " in blocks" if weights.get("strategy") == "block" else ""
     inputs = " with inputs" if kind == "int" and group.get("input_activations") else ""
-    return f"{kind} {bits} bits{blocks}{inputs}"
+    return f"{'' if kind == 'int' else f'{kind} '}{weights.get('num_bits')} bits{blocks}{inputs}"

@@ -27,9 +27,8 @@ def user_device(name: str, fields: Mapping[str, Any], file: str) -> Device:
         _check(entry, _LINK, _LINK_OPTIONAL, file, f"links.{link}.")
         other, field = ("between", "per") if entry["where"] == "inside" else ("inside", "collectives")
         if field in entry:
-            problem = (
-                f"{file!r} has links.{link}.{field} = {entry[field]!r}, which only links {other} have: leave it out"
-            )
+            stated = f"links.{link}.{field} = {entry[field]!r}"
+            problem = f"{file!r} has {stated}, which only links {other} have: leave it out"
             raise ParameterError("hardware", problem, file)
     inside = _choice([*_links("inside"), *(link for link, entry in links.items() if entry["where"] == "inside")])
     between = _choice([*_links("between"), *(link for link, entry in links.items() if entry["where"] == "between")])
@@ -88,7 +87,6 @@ def _text(value: object) -> str | None:
 
 
 _TFLOPS = 0.01, 100_000, " TFLOP/s"
-_SPEED = _number(0.01, 100_000, " GB/s")
 _PART = _number(0.001, 1, ", a part")
 _MICROSECONDS = _number(0.01, 1_000_000, " microseconds")
 _DEVICE: dict[str, Check] = {
@@ -108,7 +106,7 @@ _DEVICE_OPTIONAL: dict[str, Check] = {
 }
 _LINK: dict[str, Check] = {
     "where": _choice(["inside", "between"]),
-    "gbytes_per_s": _SPEED,
+    "gbytes_per_s": _number(0.01, 100_000, " GB/s"),
     "achieved": _PART,
     "collective": _PART,
     "latency_us": _MICROSECONDS,
