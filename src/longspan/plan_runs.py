@@ -90,7 +90,7 @@ def run(setup: Setup, work: Work) -> Outcome:
 
 def experiment_of(setup: Setup, candidate: Candidate, num_gpu_blocks_override: int | None = None) -> Experiment:
     """Return the experiment of a candidate, built again after a file changes. Raise ValueError if it cannot run."""
-    return _experiment(setup, candidate, num_gpu_blocks_override, _contents(setup, (candidate.hardware,)))
+    return _experiment(setup, candidate, num_gpu_blocks_override, _contents(setup, candidate.hardware))
 
 
 @lru_cache(maxsize=8)
@@ -263,17 +263,14 @@ def store_of(setup: Setup, hardware: Sequence[str] = ()) -> Path:
             if file.suffix in {".py", ".toml"}:
                 inputs.update(file.read_bytes())
     inputs.update(msgspec.json.encode(setup))
-    for content in (*_contents(setup, hardware), *_read(setup.workload.workload)):
+    for content in _contents(setup, *hardware, setup.workload.workload):
         inputs.update(content)
     return cache_root() / "plans" / f"{inputs.hexdigest()[:16]}.jsonl"
 
 
-def _contents(setup: Setup, hardware: Sequence[str]) -> tuple[bytes, ...]:
-    """Return the contents of all files of the user that determine experiments. Other names are of catalogs."""
-    return _read(setup.model, f"{setup.model}/config.json", *(path for _, path in setup.profiles), *hardware)
-
-
-def _read(*paths: str) -> tuple[bytes, ...]:
+def _contents(setup: Setup, *further: str) -> tuple[bytes, ...]:
+    """Return the contents of the files of the model, of profiles, and of further paths. Other names are of catalogs."""
+    paths = (setup.model, f"{setup.model}/config.json", *(path for _, path in setup.profiles), *further)
     files = [Path(path).expanduser() for path in paths]
     return tuple(file.read_bytes() for file in files if file.is_file())
 
