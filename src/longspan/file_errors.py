@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import tomllib
 from pathlib import Path
 
 
@@ -20,6 +22,8 @@ def unread(path: Path | str, error: Exception) -> str:
             remedy = "give a file instead of a folder"
         case PermissionError():
             remedy = "change its permissions, or give another file"
+        case tomllib.TOMLDecodeError() | json.JSONDecodeError():
+            remedy = "correct that part of it"
         case _:
             remedy = "give another file"
     return f"{str(path)!r} cannot be read ({reason}): {remedy}"

@@ -88,9 +88,15 @@ def run(setup: Setup, work: Work) -> Outcome:
     return outcome_of(result, sample, setup.level, rate)
 
 
-@lru_cache(maxsize=8)
 def experiment_of(setup: Setup, candidate: Candidate, num_gpu_blocks_override: int | None = None) -> Experiment:
-    """Build the experiment of a candidate. Raise ValueError if it cannot run."""
+    """Return the experiment of a candidate, built again after a file changes. Raise ValueError if it cannot run."""
+    return _experiment(setup, candidate, num_gpu_blocks_override, _contents(setup, candidate.hardware))
+
+
+@lru_cache(maxsize=8)
+def _experiment(
+    setup: Setup, candidate: Candidate, num_gpu_blocks_override: int | None, _files: tuple[bytes, ...]
+) -> Experiment:
     scheduling = SchedulingArgs(
         policy=candidate.policy,
         policy_options=dict(candidate.policy_options),
@@ -257,15 +263,16 @@ def store_of(setup: Setup, hardware: Sequence[str] = ()) -> Path:
             if file.suffix in {".py", ".toml"}:
                 inputs.update(file.read_bytes())
     inputs.update(msgspec.json.encode(setup))
-    for path in (*_configs(setup.model), setup.workload.workload, *(path for _, path in setup.profiles), *hardware):
-        if Path(path).is_file():
-            inputs.update(Path(path).read_bytes())
+    for content in _contents(setup, *hardware, setup.workload.workload):
+        inputs.update(content)
     return cache_root() / "plans" / f"{inputs.hexdigest()[:16]}.jsonl"
 
 
-def _configs(model: str) -> tuple[str, ...]:
-    """Return the files of a local model. Other models are known by their names."""
-    return (model, str(Path(model) / "config.json"))
+def _contents(setup: Setup, *further: str) -> tuple[bytes, ...]:
+    """Return the contents of the files of the model, of profiles, and of further paths. Other names are of catalogs."""
+    paths = (setup.model, f"{setup.model}/config.json", *(path for _, path in setup.profiles), *further)
+    files = [Path(path).expanduser() for path in paths]
+    return tuple(file.read_bytes() for file in files if file.is_file())
 
 
 def _stored(path: Path | None) -> dict[Work, Outcome]:

@@ -22,7 +22,7 @@ from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.catalog import Device
-from longspan.cost.config_fields import stored_formats
+from longspan.cost.config_fields import stored_formats, stored_kv
 from longspan.cost.precision import Precision
 from longspan.cost.profile import Profile
 from longspan.csa_file import csa_settings
@@ -126,7 +126,7 @@ def read_architecture(model: str, spec: HardwareSpec = HardwareSpec()) -> Archit
         ValueError: if there is no config.json, or an invalid one.
     """
     config, dtype = _read_config(model), resolved_dtype(model, spec.dtype)
-    kv = None if spec.kv_cache_dtype == "auto" else spec.kv_cache_dtype
+    kv = stored_kv(config) if spec.kv_cache_dtype == "auto" else spec.kv_cache_dtype
     weights = ffn = "bfloat16" if dtype == "auto" else dtype
     if spec.dtype == "auto" and (stored := stored_formats(config)) is not None:
         weights, ffn = stored
@@ -148,13 +148,19 @@ def read_device(hardware: str | None) -> Device:
     if hardware is None:
         raise ParameterError("hardware", "must be a name that longspan estimate knows, if no `profile` is given")
     path = Path(hardware).expanduser()
-    if hardware in catalog.names("hardware") or path.suffix not in (".toml", ".json"):
+    if hardware in (known := catalog.names("hardware")):
         return catalog.device(hardware)
+    suffix = path.suffix.lower()
+    if suffix not in (".toml", ".json"):
+        from longspan.names import choices  # noqa: PLC0415 - an error
+
+        problem = f"{hardware!r} is unknown: {choices(hardware, known)}, or give a .toml or .json file with its fields"
+        raise ParameterError("hardware", problem, hardware)
     from longspan.cost.user_device import user_device  # noqa: PLC0415 - most devices are known
 
     try:
         text = path.read_text(encoding="utf-8")
-        fields = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        fields = tomllib.loads(text) if suffix == ".toml" else json.loads(text)
     except (OSError, ValueError) as error:
         raise ParameterError("hardware", unread(path, error), hardware) from None
     if not isinstance(fields, dict):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from longspan import WorkloadSpec, plan, plan_runs
 from longspan.cli.app import app
 from longspan.cli.plan import read_prices
 from longspan.core.splits import ParallelSpec
+from longspan.cost import catalog
 from longspan.errors import ParameterError
 from longspan.model.files import cache_root
-from longspan.plan_runs import Runner, Setup, store_of
+from longspan.plan_runs import Runner, Setup, experiment_of, store_of
 from longspan.planner.candidates import Candidate
 from longspan.planner.samples import Work
 from longspan.sim.spec import HardwareSpec, ServiceLevel
@@ -193,6 +195,27 @@ def test_a_store_depends_on_the_question_and_on_files(tmp_path: Path) -> None:
     before = store_of(ours, [str(device)])
     device.write_text("tflops = 200")
     assert store_of(ours, [str(device)]) != before
+
+
+def test_files_are_read_again_after_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experiments and stores follow the contents of the files of the device and of the model, also below ~."""
+    from dataclasses import replace
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    data = Path(catalog.__file__).parent / "data" / "hardware.toml"
+    device = tomllib.loads(data.read_text(encoding="utf-8"))["h100-sxm-80g"]
+    config = catalog.model_config("llama-3-8b")
+    setup, candidate = replace(SETUP, model="~/config.json"), Candidate(hardware="~/mine.json", spec=ParallelSpec())
+    found = []
+    for tflops, layers in ((900, 32), (450, 32), (450, 16), (900, 32)):
+        (tmp_path / "mine.json").write_text(json.dumps({**device, "tflops": tflops}))
+        (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+        outcome = plan_runs.run(setup, Work(candidate=candidate, seed=0, num_requests=3))
+        assert outcome.problem is None
+        found.append((outcome, store_of(setup, ["~/mine.json"])))
+    assert found[0] == found[3]
+    assert all(len(set(map(str, column))) == 3 for column in zip(*found, strict=True))
+    assert experiment_of(setup, candidate) is experiment_of(setup, candidate)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -12,6 +12,7 @@ import pytest
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
 from longspan.cost.catalog import Attention
+from longspan.cost.config_fields import stored_formats, stored_kv
 from longspan.cost.precision import Precision
 
 MODELS = {  # billions of parameters, as their names or papers say
@@ -224,7 +225,10 @@ def test_mixed_precision_counts_the_feed_forward_layers_apart() -> None:
         ({"hidden_size": None}, "the config of tiny has no hidden_size: add it"),
         ({"num_hidden_layers": 0}, "num_hidden_layers of tiny must be a positive whole number, but 0 given"),
         ({"vocab_size": "many"}, "vocab_size of tiny must be a positive whole number, but 'many' given"),
-        ({"num_key_value_heads": 3}, "8 query heads do not share 3 KV heads evenly"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads of tiny must be a divisor of num_attention_heads, 8, but 3 given",
+        ),
         ({"num_local_experts": 8}, "the config of tiny has no num_experts_per_tok: add it"),
         ({"num_experts": [4, 8]}, r"num_experts of tiny must be a positive whole number, but \[4, 8\] given"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok of tiny must be at most 4, but 5 given"),
@@ -245,3 +249,64 @@ def test_mixed_precision_counts_the_feed_forward_layers_apart() -> None:
 def test_bad_configs_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_config({**TINY, **change}, name="tiny")
+
+
+OF_ANY_TYPE: tuple[object, ...] = (5, -1, 10**400, 0.5, True, "3", "fp8", [1, 1], [1, "x"], ["x"], {"a": 1}, [], {})
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("attn_config", "decoder_sparse_step", "first_k_dense_replace", "head_dim", "intermediate_size"),
+        *("kv_lora_rank", "layer_types", "layers_block_type", "max_window_layers", "mlp_only_layers", "model_type"),
+        *("moe_intermediate_size", "moe_layer_freq", "n_shared_experts", "num_experts", "num_key_value_heads"),
+        *("shared_expert_intermediate_size", "sliding_window", "sliding_window_pattern", "text_config"),
+        *("quantization_config", "moe_layer_interval", "moe_layer_end_index"),
+    ],
+)
+def test_values_of_any_type_are_read_or_refused_by_name(field: str) -> None:
+    """A wrong type raises no TypeError, ZeroDivisionError or IndexError."""
+    names = {field, "dtype", "the config of tiny has no "}
+    for config in ({}, {"num_experts": 4, "num_experts_per_tok": 2}, {"sliding_window": 8}):
+        for value in OF_ANY_TYPE:
+            given = {**TINY, "use_sliding_window": True, **config, field: value}
+            try:
+                from_config(given, name="tiny")
+                stored_formats(given)
+                stored_kv(given)
+            except ValueError as error:
+                assert any(name in str(error) for name in names)  # noqa: PT017 - or no error
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"moe_layer_freq": [1]},
+            r"moe_layer_freq of tiny must be a list with a number for each of the 2 layers, but \[1\] given",
+        ),
+        ({"moe_layer_freq": 0}, "moe_layer_freq of tiny must be a positive whole number, but 0 given"),
+        ({"first_k_dense_replace": "3"}, "first_k_dense_replace of tiny must be a whole number from 0, but '3' given"),
+        ({"n_shared_experts": "1"}, "n_shared_experts of tiny must be a whole number from 0, but '1' given"),
+        ({"layer_types": 5}, "layer_types of tiny must be a list of texts, but 5 given"),
+        ({"mlp_only_layers": "3"}, "mlp_only_layers of tiny must be a list of whole numbers, but '3' given"),
+        ({"sliding_window": 8, "sliding_window_pattern": "LXG"}, "sliding_window_pattern .* 'LXG' given"),
+        ({"text_config": "x"}, "text_config of tiny must be an object, but 'x' given"),
+    ],
+)
+def test_wrong_types_are_refused_with_field_value_and_remedy(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_config({**TINY, "num_experts": 4, "num_experts_per_tok": 2, **change}, name="tiny")
+
+
+def test_null_objects_of_a_config_are_missing_ones() -> None:
+    nulls = dict.fromkeys(("text_config", "attn_config", "ffn_config", "quantization_config", "layer_types"))
+    assert from_config({**TINY, **nulls}, name="tiny") == from_config(TINY, name="tiny")
+    assert stored_formats({**TINY, **nulls}) is None
+
+
+@pytest.mark.parametrize(("pattern", "local"), [("LLLG", 6), ("LG", 4), ("L", 7), ("G", 0), (4, 6), (None, 0)])
+def test_patterns_of_letters_are_windows(pattern: object, local: int) -> None:
+    config = {**TINY, "num_hidden_layers": 7, "sliding_window": 8, "sliding_window_pattern": pattern}
+    windows = from_config(config, name="tiny").attention.windows
+    assert (windows.num_layers if windows else 0) == local

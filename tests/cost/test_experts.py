@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
-from longspan.cost.config_fields import stored_formats
+from longspan.cost.config_fields import stored_formats, stored_kv
 from longspan.cost.estimate import estimate_decode, estimate_prefill, full_step
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.layer_kinds import Experts
@@ -92,6 +94,14 @@ def test_every_model_with_experts_has_a_published_count() -> None:
         ({"moe_layer_freq": 2}, [0, 2, 4], 0, 32),
         ({"shared_expert_intermediate_size": 48}, [0, 1, 2, 3, 4, 5], 48, 32),
         ({"moe_intermediate_size": None}, [0, 1, 2, 3, 4, 5], 0, 192),
+        ({"moe_intermediate_size": None, "expert_ffn_hidden_size": 48}, [0, 1, 2, 3, 4, 5], 0, 48),
+        ({"shared_intermediate_size": 48}, [0, 1, 2, 3, 4, 5], 48, 32),
+        ({"num_shared_expert": 2}, [0, 1, 2, 3, 4, 5], 64, 32),
+        ({"moe_layer_interval": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 4}, [1, 3], 0, 32),
+        ({"moe_layer_interval": 1, "moe_layer_start_index": 2, "moe_layer_end_index": -1}, [2, 3, 4, 5], 0, 32),
+        ({"interleave_moe_layer_step": 3}, [2, 5], 0, 32),
+        ({"moe_capacity": [64, 64], "num_expert_group": 8, "moe_gate": "topk", "use_moe": True}, list(range(6)), 0, 32),
+        ({"router_aux_loss_coef": 0.1, "zero_expert_num": 0, "moe_layers": None}, list(range(6)), 0, 32),
     ],
 )
 def test_layers_with_experts_follow_from_the_config(
@@ -122,6 +132,26 @@ def test_bytes_and_operations_by_hand() -> None:
     pairs = 100 * 100 / 2
     active = model.active_parameters - 2 * HEAD
     assert model.prefill_flops(100) == 2 * active * 100 + 6 * 4 * 8 * 8 * pairs
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("zero_expert_num", 256),
+        ("moe_layers", [1, 3]),
+        ("moe_layer_frequency", 2),
+        ("share_expert_dim", 64),
+        ("num_kv_shared_layers", 2),
+        ("moe_shared_expert_intermediate_size", 64),
+        ("num_moe_experts", 8),
+        ("intermediate_size_mlp", 64),
+    ],
+)
+@pytest.mark.parametrize("dense", [True, False])
+def test_unknown_sizes_of_experts_are_refused_by_name(field: str, value: Any, dense: bool) -> None:
+    config = {key: number for key, number in TINY.items() if not (dense and "experts" in key)}
+    with pytest.raises(ValueError, match=rf"tiny has .*{field}"):
+        from_config(config | {field: value}, name="tiny")
 
 
 @pytest.mark.parametrize(("number", "per_token"), [(8, 2), (16, 4), (128, 8), (4, 4)])
@@ -246,6 +276,8 @@ def test_expert_parallelism_of_a_dense_model_is_refused() -> None:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ("nvfp4", "nvfp4")),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, ("fp8", "fp8")),
         (("float", 8, None), ("fp8", "fp8")),
+        (("float", 8, {"num_bits": 8}, "block"), ("fp8_block", "fp8_block")),
+        (("float", 8, None, "channel"), ("fp8", "fp8")),
         (("int", 8, {"num_bits": 8}), ("w8a8", "w8a8")),
         (("int", 8, None), ("int8", "int8")),
         (("int", 4, None), ("int4", "int4")),
@@ -254,13 +286,41 @@ def test_expert_parallelism_of_a_dense_model_is_refused() -> None:
 )
 def test_the_precision_of_a_quantised_checkpoint_is_that_of_its_config(stored: Any, formats: Any) -> None:
     if isinstance(stored, tuple):
-        kind, bits, inputs = stored
-        group = {"weights": {"type": kind, "num_bits": bits}, "input_activations": inputs}
+        kind, bits, inputs, *strategy = stored
+        weights = {"type": kind, "num_bits": bits, "strategy": strategy[0] if strategy else None}
+        group = {"weights": weights, "input_activations": inputs}
         stored = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
     assert stored_formats(TINY | {"quantization_config": stored}) == formats
     assert stored_formats({"text_config": {"quantization_config": stored}}) == formats
 
 
 def test_a_quantisation_that_is_not_modelled_is_named() -> None:
-    with pytest.raises(ParameterError, match=r"dtype.* weights stored by bitsandbytes .* are not modelled"):
+    with pytest.raises(ParameterError, match=r"dtype.* weights stored by bitsandbytes are not modelled"):
         stored_formats({"quantization_config": {"quant_method": "bitsandbytes"}})
+
+
+@pytest.mark.parametrize(
+    ("stored", "kv"),
+    [
+        ({}, None),
+        ({"kv_cache_scheme": None, "kv_cache_quant_algo": None}, None),
+        ({"kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": "tensor"}}, "fp8"),
+        ({"kv_cache_quant_algo": "FP8"}, "fp8"),
+    ],
+)
+def test_auto_keys_and_values_have_the_format_of_the_checkpoint(stored: Any, kv: Any, tmp_path: Path) -> None:
+    config = TINY | {"quantization_config": {"quant_method": "fp8", **stored}}
+    assert stored_kv(config) == kv
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    for given in ("auto", "bfloat16", "fp8"):
+        expected = (kv or "bfloat16") if given == "auto" else given
+        assert read_architecture(str(file), HardwareSpec(kv_cache_dtype=given)).precision.kv == expected
+
+
+@pytest.mark.parametrize(
+    "stored", [{"kv_cache_scheme": {"type": "int", "num_bits": 8}}, {"kv_cache_quant_algo": "NVFP4"}]
+)
+def test_stored_keys_and_values_that_are_not_modelled_are_named(stored: Any) -> None:
+    with pytest.raises(ParameterError, match=r"kv_cache_dtype auto: .*kv_cache_(scheme|quant_algo)\) are not modelled"):
+        stored_kv({"quantization_config": stored})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from fake_llm import run
 from longspan import ClusterSpec, WorkloadSpec, simulate
 from longspan.cost import catalog
 from longspan.cost.links import collective_s
+from longspan.cost.precision import HALF
+from longspan.cost.topology import Devices
 from longspan.simulation import read_device
 
 DATA = Path(catalog.__file__).parent / "data"
@@ -40,7 +44,36 @@ def written(path: Path, fields: object) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_fields_of_a_known_device_describe_that_device(name: str, tmp_path: Path) -> None:
-    assert read_device(written(tmp_path / f"{name}.json", entry(name))) == catalog.device(name)
+    device = read_device(written(tmp_path / f"{name}.json", entry(name)))
+    assert device == replace(catalog.device(name), attention="")
+
+
+@pytest.mark.parametrize("entry_of_attention", tomllib.loads((DATA / "attention.toml").read_text(encoding="utf-8")))
+def test_a_device_does_not_depend_on_the_name_of_its_file(entry_of_attention: str, tmp_path: Path) -> None:
+    fields = {**entry(), "generation": "blackwell"}
+    first, second = (read_device(written(tmp_path / f"{name}.json", fields)) for name in (entry_of_attention, "mine"))
+    assert catalog.flash_constants(first, HALF) == catalog.flash_constants(second, HALF)
+
+
+def test_link_names_are_those_of_the_file_and_of_the_catalog(tmp_path: Path) -> None:
+    fabric = {**BRIDGE, "where": "between", "per": "host"}
+    fields = {**entry(), "links": {"bridge": BRIDGE, "fabric": fabric, "nvlink4": {**BRIDGE, "gbytes_per_s": 7}}}
+    device = read_device(written(tmp_path / "mine.json", fields))
+
+    def slowest(hosts: int, link: str) -> float:
+        devices = Devices(hardware=device, gpus_per_host=2, hosts=hosts, link=link)
+        assert devices.slowest_link in devices.links()
+        return devices.slowest_link.nominal_bytes_per_s
+
+    assert [slowest(1, "bridge"), slowest(2, "fabric"), slowest(1, "nvlink4")] == [1e11, 1e11, 7e9]
+    assert slowest(1, "nvlink3") == catalog.link("nvlink3").nominal_bytes_per_s
+    for hosts, link, problem in (
+        (1, "bridg", r"choose from bridge, fabric, nvlink4, .*\(bridge is similar\)"),
+        (2, "bridge", r"choose one between hosts \(fabric, "),
+        (1, "fabric", "give 2 hosts or more"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            slowest(hosts, link)
 
 
 def test_links_of_a_file_have_the_fields_of_known_links(tmp_path: Path) -> None:
@@ -92,11 +125,17 @@ def test_the_command_line_reads_files(verb: str, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("changes", "field", "remedy"),
     [
-        ({"tflops": None}, "tflops = None", "give a finite number above 0"),
-        ({"tflops": "fast"}, "tflops = 'fast'", "give a finite number above 0"),
-        ({"tflops": True}, "tflops = True", "give a finite number above 0"),
-        ({"units": 0}, "units = 0", "give a finite number above 0"),
-        ({"memory_gib": float("inf")}, "memory_gib = inf", "give a finite number above 0"),
+        ({"tflops": None}, "tflops = None", "give a number from 0.01 to 100,000 TFLOP/s"),
+        ({"tflops": "fast"}, "tflops = 'fast'", "give a number from "),
+        ({"tflops": True}, "tflops = True", "give a number from "),
+        ({"units": 0}, "units = 0", "give a number from 1 to 100,000"),
+        ({"memory_gib": float("inf")}, "memory_gib = inf", "give a number from "),
+        ({"links": {"bridge": {**BRIDGE, "per": "host"}}}, "links.bridge.per = 'host'", "between have: leave it out"),
+        (
+            {"links": {"bridge": {**BRIDGE, "where": "between", "collectives": "nvlink4"}}},
+            "links.bridge.collectives = 'nvlink4'",
+            "inside have: leave it out",
+        ),
         ({"tflops_fp8": -1}, "tflops_fp8 = -1", "0 if the device does not support it"),
         ({"source": 3}, "source = 3", "give a text"),
         ({"generation": "hoper"}, "generation = 'hoper'", "hopper is similar"),
@@ -106,7 +145,7 @@ def test_the_command_line_reads_files(verb: str, tmp_path: Path, capsys: pytest.
         ({"tflop": 3}, "tflop = 3", "tflops is similar"),
         ({"links": []}, "links = []", "give a table for each link"),
         ({"links": {"bridge": 3}}, "links = {'bridge': 3}", "give a table for each link"),
-        ({"links": {"bridge": {**BRIDGE, "achieved": 1.2}}}, "links.bridge.achieved = 1.2", "up to 1"),
+        ({"links": {"bridge": {**BRIDGE, "achieved": 1.2}}}, "links.bridge.achieved = 1.2", "to 1, a part"),
         ({"links": {"bridge": {**BRIDGE, "where": "here"}}}, "links.bridge.where = 'here'", "choose from inside, "),
         ({"links": {"bridge": {**BRIDGE, "collectives": "tcp-100g"}}}, "collectives = 'tcp-100g'", "choose from"),
         ({"links": {"bridge": {}}}, "links.bridge.where", "add it"),
@@ -121,6 +160,18 @@ def test_errors_name_the_field_its_value_and_a_remedy(
     assert "mine.json" in str(caught.value) and field in str(caught.value) and remedy in str(caught.value)
 
 
+NUMBERS = {f"{key}": value for key, value in entry().items() if isinstance(value, int | float)}
+
+
+@pytest.mark.parametrize("field", [*NUMBERS, *(key for key, value in BRIDGE.items() if key != "where")])
+def test_numbers_that_no_device_has_are_refused(field: str, tmp_path: Path) -> None:
+    """So are numbers in other units, and whole numbers that no float can hold."""
+    for value in (1e-320, 1e-6, 9.9e14, 10**400, -1, math.nan, math.inf):
+        own = {"links": {"bridge": {**BRIDGE, field: value}}} if field in BRIDGE else {field: value}
+        with pytest.raises(ValueError, match=rf"{field} = .*: give a number from "):
+            read_device(written(tmp_path / "mine.json", {**entry(), **own}))
+
+
 @pytest.mark.parametrize("field", sorted(set(entry()) - {"source", "tflops_fp8", "tflops_int8"}))
 def test_missing_fields_are_named(field: str, tmp_path: Path) -> None:
     fields = entry()
@@ -132,11 +183,14 @@ def test_missing_fields_are_named(field: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("mine.toml", "tflops = ", "cannot be read"),
-        ("mine.json", "{", "cannot be read"),
+        ("mine.toml", "tflops = ", "correct that part of it"),
+        ("mine.json", "{", "correct that part of it"),
+        ("MINE.TOML", "tflops = ", "correct that part of it"),
         ("mine.json", "[]", "must be a JSON object"),
         ("mine.toml", None, "check the path"),
         ("mine.yaml", "tflops: 3", "choose from a100-sxm-80g"),
+        ("mine.yaml", "tflops: 3", "or give a .toml or .json file"),
+        ("mine", None, "or give a .toml or .json file"),
     ],
 )
 def test_files_that_are_no_devices(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspan.core.runs import Run
-from longspan.cost.config_fields import check_layers, read_experts, read_latent, read_windows, size
+from longspan.cost.config_fields import check_layers, read_experts, read_latent, read_windows, size, table, wrong
 from longspan.cost.layer_kinds import Experts
 from longspan.cost.precision import HALF, Precision
 from longspan.cost.shape import ModelShape
@@ -173,14 +173,11 @@ def from_config(config: Mapping[str, Any], *, name: str, precision: Precision = 
         ValueError: a field is missing or not a positive number. Or the model has layers that are not modelled, or
             sizes in nested objects that are not read.
     """
-    config = config.get("text_config", config)
-    nested = {key: config.get(key) or {} for key in _NESTED}
-    for key, value in nested.items():
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{key} of {name} must be an object, but {value!r} given")
+    config = table(config, "text_config", name) or config
     for key, fields in _NESTED.items():
+        nested = table(config, key, name)
         for field, usual in fields.items():
-            number = nested[key].get(field)
+            number = nested.get(field)
             if number is not None and not (usual == "num_local_experts" and number == 1):
                 problem = f"the config of {name} has {field} in {key}, which is not read: name it {usual}, outside"
                 raise ValueError(problem)
@@ -221,4 +218,7 @@ def _kv_heads(config: Mapping[str, Any], num_heads: int, name: str) -> int:
         return 1
     if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):
         return num_heads
-    return size(config, "num_key_value_heads", name, default=num_heads)
+    number = size(config, "num_key_value_heads", name, default=num_heads)
+    if num_heads % number:
+        raise wrong("num_key_value_heads", name, f"a divisor of num_attention_heads, {num_heads}", number)
+    return number

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any, Literal
@@ -167,6 +167,8 @@ class Device:
         units: number of tiles of a matrix product that it computes at once.
         clock_hz: clock of the units.
         link, bus, network: the links between devices of a host, to the host's memory, and between hosts.
+        attention: the device's own entry of attention.toml, which only devices of the catalog have.
+        links: the links of the user's file.
     """
 
     name: str
@@ -183,6 +185,13 @@ class Device:
     link: Link
     bus: Link
     network: Link
+    attention: str = ""
+    links: tuple[Link, ...] = ()
+
+    def link_by(self, name: str) -> Link:
+        """Return a link of the user's file or of the catalog. Raise ValueError with all names for an unknown name."""
+        own = {link.name: link for link in self.links}
+        return own[name] if name in own else link_of(name, _entry("links", "link", name, own), link_table())
 
     @property
     def measured_generation(self) -> str:
@@ -234,11 +243,12 @@ class Device:
 
 def device(name: str) -> Device:
     """Return a device by its name, such as `a100-sxm-80g`. Raise ValueError with all names for an unknown name."""
-    return device_of(name, _entry("hardware", "hardware", name), link)
+    known = device_of(name, _entry("hardware", "hardware", name), {})
+    return replace(known, attention=name) if name in _table("attention") else known
 
 
-def device_of(name: str, entry: Mapping[str, Any], link: Callable[[str], Link]) -> Device:
-    """Make a device from the fields of its data sheet, and a function that returns a link by its name."""
+def device_of(name: str, entry: Mapping[str, Any], links: Mapping[str, Link]) -> Device:
+    """Make a device from the fields of its data sheet, and its own links by name, besides those of the catalog."""
     return Device(
         name=name,
         generation=entry["generation"],
@@ -251,9 +261,10 @@ def device_of(name: str, entry: Mapping[str, Any], link: Callable[[str], Link]) 
         memory_bytes=entry["memory_gib"] * 2**30,
         units=entry["units"],
         clock_hz=entry["clock_ghz"] * 1e9,
-        link=link(entry["link"]),
-        bus=link(entry["bus"]),
-        network=link(entry["network"]),
+        link=links.get(entry["link"]) or link(entry["link"]),
+        bus=links.get(entry["bus"]) or link(entry["bus"]),
+        network=links.get(entry["network"]) or link(entry["network"]),
+        links=tuple(links.values()),
     )
 
 
@@ -335,7 +346,7 @@ def efficiency() -> Efficiency:
 def flash_constants(device: Device, precision: Precision) -> FlashConstants:
     """Return the constants of fused attention. Keys in 8 bits have their own where such kernels were measured."""
     table = _table("attention")
-    formats = table.get(device.name) or table.get(device.generation) or table[device.measured_generation]
+    formats = table.get(device.attention) or table.get(device.generation) or table[device.measured_generation]
     narrow = precision.kv_bytes <= 1 and "fp8" in formats
     return msgspec.convert(formats["fp8" if narrow else "bfloat16"], FlashConstants)
 
@@ -351,12 +362,12 @@ def _curve(table: dict[str, Any], generation: str, weights: str) -> LinearCurve:
     return _curve(table, *entry.split(".")) if isinstance(entry, str) else LinearCurve(**entry)
 
 
-def _entry(file: str, parameter: str, name: str) -> dict[str, Any]:
+def _entry(file: str, parameter: str, name: str, own: Collection[str] = ()) -> dict[str, Any]:
     table = _table(file)
     if name not in table:
         from longspan.names import choices  # noqa: PLC0415 - an error
 
-        raise ParameterError(parameter, f"{name!r} is unknown: {choices(name, table)}", name)
+        raise ParameterError(parameter, f"{name!r} is unknown: {choices(name, [*own, *table])}", name)
     entry: dict[str, Any] = table[name]
     return entry
 

@@ -19,7 +19,8 @@ class Devices:
 
     Attributes:
         hardware: the name of a device, or a device of the user.
-        link: the name of the slowest link between devices of a group. With several hosts, it is between hosts.
+        link: the slowest link between devices of a group, by its name in the device's file or the catalog. With several
+            hosts, it is between hosts.
         link_gbytes_per_s: the nominal speed of that link, instead of its name. Inside a host, a link no faster than
             the bus uses the bus, and achieves the same fraction of the nominal speed.
 
@@ -44,14 +45,16 @@ class Devices:
         if speed is not None:
             problem = f"{speed:g} and link {self.link} both give its speed: give one"
             raise ParameterError("link_gbytes_per_s", problem, speed)
-        if self.hosts > 1 and catalog.link(self.link).where == "inside":
-            networks = [name for name in catalog.names("links") if catalog.link(name).where == "between"]
+        link = self.device.link_by(self.link)
+        if self.hosts > 1 and link.where == "inside":
+            known = [*self.device.links, *map(catalog.link, catalog.names("links"))]
+            networks = [link.name for link in known if link.where == "between"]
             problem = (
                 f"{self.link} is inside a host, but {self.hosts} hosts given: choose one between hosts "
                 f"({', '.join(networks)}), or put all devices into one host"
             )
             raise ParameterError("link", problem, self.link)
-        if self.hosts == 1 and catalog.link(self.link).shared:
+        if self.hosts == 1 and link.shared:
             problem = f"{self.link} is between hosts, and shared by the devices of each: give 2 hosts or more"
             raise ParameterError("link", problem, self.link)
 
@@ -68,7 +71,7 @@ class Devices:
         """The slowest link in use."""
         device, speed = self.device, self._bytes_per_s
         if self.link is not None:
-            return catalog.link(self.link)
+            return device.link_by(self.link)
         inside = device.bus if self._uses_bus else device.link
         slowest = device.network if self.hosts > 1 else inside
         return slowest if speed is None else slowest.at(speed)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from longspan.cost import catalog
 from longspan.cost.catalog import Device
-from longspan.cost.links import Link, link_of
+from longspan.cost.links import link_of
 from longspan.errors import ParameterError
 
 Check = Callable[[Any], str | None]
@@ -26,15 +25,17 @@ def user_device(name: str, fields: Mapping[str, Any], file: str) -> Device:
         raise ParameterError("hardware", f"{file!r} has links = {links!r}: give a table for each link", file)
     for link, entry in links.items():
         _check(entry, _LINK, _LINK_OPTIONAL, file, f"links.{link}.")
+        other, field = ("between", "per") if entry["where"] == "inside" else ("inside", "collectives")
+        if field in entry:
+            stated = f"links.{link}.{field} = {entry[field]!r}"
+            problem = f"{file!r} has {stated}, which only links {other} have: leave it out"
+            raise ParameterError("hardware", problem, file)
     inside = _choice([*_links("inside"), *(link for link, entry in links.items() if entry["where"] == "inside")])
     between = _choice([*_links("between"), *(link for link, entry in links.items() if entry["where"] == "between")])
     own = {key: value for key, value in fields.items() if key != "links"}
     _check(own, _DEVICE | {"link": inside, "bus": inside, "network": between}, _DEVICE_OPTIONAL, file)
-
-    def link_by(name: str) -> Link:
-        return link_of(name, links[name], catalog.link_table()) if name in links else catalog.link(name)
-
-    return catalog.device_of(name, own, link_by)
+    table = catalog.link_table()
+    return catalog.device_of(name, own, {link: link_of(link, entry, table) for link, entry in links.items()})
 
 
 def _check(
@@ -69,11 +70,14 @@ def _choice(known: Iterable[str]) -> Check:
     return check
 
 
-def _number(low: float, high: float, advice: str) -> Check:
+def _number(low: float, high: float, unit: str, *, or_0: bool = False) -> Check:
+    """Return the check of a number in a range, which real devices do not leave, and which other units do."""
+    zero = ", or 0 if the device does not support it" if or_0 else ""
+    advice = f"give a number from {low:,} to {high:,}{unit}{zero}"
+
     def check(value: object) -> str | None:
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return advice
-        return None if low <= value <= high and math.isfinite(value) else advice
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return None if is_number and (low <= value <= high or (or_0 and value == 0)) else advice  # type: ignore[operator]
 
     return check
 
@@ -82,32 +86,31 @@ def _text(value: object) -> str | None:
     return None if isinstance(value, str) else "give a text"
 
 
-_LEAST = math.ulp(0.0)
-_ABOVE_0 = _number(_LEAST, math.inf, "give a finite number above 0")
-_FROM_0 = _number(0, math.inf, "give a finite number, 0 if the device does not support it")
-_PART = _number(_LEAST, 1, "give a part above 0 and up to 1")
+_TFLOPS = 0.01, 100_000, " TFLOP/s"
+_PART = _number(0.001, 1, ", a part")
+_MICROSECONDS = _number(0.01, 1_000_000, " microseconds")
 _DEVICE: dict[str, Check] = {
     "generation": _choice(catalog.names("generations")),
-    "tflops": _ABOVE_0,
-    "tflops_fp32": _ABOVE_0,
-    "memory_gbytes_per_s": _ABOVE_0,
-    "memory_gib": _ABOVE_0,
-    "units": _ABOVE_0,
-    "clock_ghz": _ABOVE_0,
+    "tflops": _number(*_TFLOPS),
+    "tflops_fp32": _number(*_TFLOPS),
+    "memory_gbytes_per_s": _number(0.1, 1_000_000, " GB/s"),
+    "memory_gib": _number(0.01, 100_000, " GiB"),
+    "units": _number(1, 100_000, ""),
+    "clock_ghz": _number(0.01, 100, " GHz"),
 }
 _DEVICE_OPTIONAL: dict[str, Check] = {
     "source": _text,
-    "tflops_fp8": _FROM_0,
-    "tflops_fp4": _FROM_0,
-    "tflops_int8": _FROM_0,
+    "tflops_fp8": _number(*_TFLOPS, or_0=True),
+    "tflops_fp4": _number(*_TFLOPS, or_0=True),
+    "tflops_int8": _number(*_TFLOPS, or_0=True),
 }
 _LINK: dict[str, Check] = {
     "where": _choice(["inside", "between"]),
-    "gbytes_per_s": _ABOVE_0,
+    "gbytes_per_s": _number(0.01, 100_000, " GB/s"),
     "achieved": _PART,
     "collective": _PART,
-    "latency_us": _ABOVE_0,
-    "collective_us": _ABOVE_0,
+    "latency_us": _MICROSECONDS,
+    "collective_us": _MICROSECONDS,
 }
 _LINK_OPTIONAL: dict[str, Check] = {
     "source": _text,

@@ -84,7 +84,7 @@ class HardwareSpec:
     ffn_dtype: Annotated[Format | None, _cluster("Precision of the feed-forward weights.", default="as --dtype")] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "bfloat16", "fp8"],
-        _cluster("Precision of stored keys and values. auto is that of activations."),
+        _cluster("Precision of stored keys and values. auto is that of the checkpoint, or of activations."),
     ] = "auto"
     expert_parallel: Annotated[
         bool,
