@@ -143,7 +143,9 @@ def plan(
     )
     forecasts, pruned = _forecasts(setup, space, demand, question)
     num_requests = workload.num_requests or _num_requests(setup.workload, demand, forecasts)
-    with Runner(setup, num_processes or limits.cores(), progress, store_of(setup, names) if stores else None) as simulate:
+    with Runner(
+        setup, num_processes or limits.cores(), progress, store_of(setup, names) if stores else None
+    ) as simulate:
         search = Search(
             simulate=simulate,
             level=level,
