@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,13 @@ from longspan import WorkloadSpec, plan, plan_runs
 from longspan.cli.app import app
 from longspan.cli.plan import read_prices
 from longspan.core.splits import ParallelSpec
+from longspan.cost import catalog
 from longspan.errors import ParameterError
 from longspan.model.files import cache_root
 from longspan.plan_runs import Runner, Setup, store_of
 from longspan.planner.candidates import Candidate
 from longspan.planner.samples import Work
+from longspan.planner.values import Plan
 from longspan.sim.spec import HardwareSpec, ServiceLevel
 
 BASE = ("plan", "llama-3-8b", "--hardware", "h100-sxm-80g", "--num-requests", "30", "--attainment", "0.8")
@@ -118,6 +122,9 @@ def test_a_model_that_does_not_fit_is_a_mistake_with_the_memory(capsys: pytest.C
         ("a.toml", "", "must map names"),
         ("a.toml", "h100 = 'two'", "must be a number"),
         ("a.json", '{"h100": true}', "must be a number"),
+        *(("a.json", f'{{"h100": {price}}}', "must be a number") for price in ("1" + 400 * "0", "1e999", "NaN")),
+        ("a.json", 9**5 * "[", "a.json"),
+        ("a.toml", "h100 = " + 9**5 * "[", "a.toml"),
     ],
 )
 def test_prices_are_checked(name: str, text: str, words: str, tmp_path: Path) -> None:
@@ -171,14 +178,14 @@ def test_stored_simulations_are_not_repeated(tmp_path: Path, monkeypatch: pytest
         expected = first(work())
     with store.open("ab") as file:
         file.write(b'{"work": {"cand')  # as a killed process leaves it
-    monkeypatch.setattr(plan_runs, "run", lambda *_: pytest.fail("it was stored"))
     with Runner(SETUP, 1, lambda _done, _total: None, store) as second:
-        assert second(work()) == expected
+        expected |= second(work(4))
+    monkeypatch.setattr(plan_runs, "run", lambda *_: pytest.fail("it was stored"))
+    with Runner(SETUP, 1, lambda _done, _total: None, store) as third:
+        assert third(work(4)) == expected
 
 
 def test_a_store_depends_on_the_question_and_on_files(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     trace = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 100, "output_length": 5, "hash_ids": [1]}
     trace.write_text("\n".join(json.dumps(row | {"timestamp": 1000 * n}) for n in range(9)))
@@ -193,6 +200,41 @@ def test_a_store_depends_on_the_question_and_on_files(tmp_path: Path) -> None:
     before = store_of(ours, [str(device)])
     device.write_text("tflops = 200")
     assert store_of(ours, [str(device)]) != before
+
+
+def test_a_store_depends_on_all_code_that_simulates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_runs, "__file__", str(tmp_path / "plan_runs.py"))
+    names = ("simulation.py", "csa_file.py", "plan_runs.py", "model/files.py", "sim/run.py", "cost/data/models.toml")
+    stores = set()
+    for text in ("a", "b"):
+        for name in names:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+            if text == "b" or name == names[-1]:
+                stores.add(store_of(SETUP))
+    assert len(stores) == 1 + len(names)
+
+
+def test_a_cache_that_cannot_be_written_is_an_early_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", "file/x"):
+        monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / name))
+        assert run(*BASE, *ONE) == 2
+        assert "set LONGSPAN_CACHE to another folder" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_the_store_and_not_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Runner(SETUP, 1, lambda _done, _total: None, tmp_path / "a.jsonl") as runner:
+        monkeypatch.setattr(Path, "open", full)
+        assert len(runner(work())) == 3
+    assert caplog.text.count("not stored") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -223,6 +265,101 @@ def test_an_interrupted_plan_keeps_simulations_and_leaves_no_process(cache: Path
 # ---------------------------------------------------------------- the recorded layout
 
 
+def recording(path: Path, *headers: dict[str, Any]) -> WorkloadSpec:
+    """Write a recording with 30 requests after each header."""
+    row = {"input_length": 4000, "output_length": 20, "ttft_s": 0.2, "tpot_s": 0.01, "hash_ids": [*range(8)]}
+    common = {"start_s": 0.0, "model": "llama-3-8b", "parallel": "2", "policy": "chunked"}
+    lines = [{"longspan": {name: value for name, value in (common | header).items() if value is not None}}
+             for header in headers]  # fmt: skip
+    rows = [[header, *(row | {"timestamp": 2000 * n} for n in range(30))] for header in lines]
+    path.write_text("\n".join(json.dumps(line) for part in rows for line in part))
+    return WorkloadSpec(workload=str(path))
+
+
+def small(model: str = "llama-3-8b", **options: Any) -> Plan:
+    given: dict[str, Any] = {
+        "hardware": "h100-sxm-80g",
+        "gpus": 2,
+        "workload": WorkloadSpec(rate=0.3, num_requests=20),
+        "level": LEVEL,
+        "attainment": 0.5,
+        "layouts": ("1",),
+        "policies": ("chunked",),
+        "step_budgets": (4096,),
+        "host_kv_gib": (0.0,),
+        "seeds": 1,
+        "num_processes": 1,
+        "stores": False,
+    }
+    return plan(model, **given | options)
+
+
+def test_the_simulation_of_the_recorded_layout_has_the_recorded_options(tmp_path: Path) -> None:
+    options = {
+        "max_num_batched_tokens": 1024,
+        "max_num_seqs": 7,
+        "enable_prefix_caching": False,
+        "num_gpu_blocks_override": 200,
+        "block_size": 128,
+        "seed": 5,
+    }
+    answer = small(workload=recording(tmp_path / "a.jsonl", {"options": options}), current="2")
+    assert answer.current is not None
+    candidate, command = answer.current.ranked.candidate, answer.current.ranked.command
+    assert not any(note.startswith("The recorded engine") for note in answer.notes)
+    del options["seed"]
+    assert candidate.as_json()["scheduling"] | {"max_num_batched_tokens": 1024} == options
+    app.parse_args(shlex.split(command)[1:], print_error=False, exit_on_error=False)
+    assert "--max-num-seqs 7" in command and "--no-enable-prefix-caching" in command
+
+
+@pytest.mark.parametrize(
+    ("headers", "current", "words"),
+    [
+        ([{"model": "/models/qwen3-8b"}], "2", ["model qwen3-8b", "llama-3-8b"]),
+        ([{}], "tp2", ["layout 2", "tp2"]),
+        ([{"options": {"dtype": "float32", "enforce_eager": True}}], "2", ["dtype float32", "enforce_eager True"]),
+        ([{}, {"start_s": 9.0}, {"policy": "auto"}, {"parallel": "tp2"}], "2", ["changed 2 times"]),
+    ],
+)
+def test_notes_name_what_the_recorded_engine_had_otherwise(
+    headers: list[dict[str, Any]], current: str, words: list[str], tmp_path: Path
+) -> None:
+    answer = small(workload=recording(tmp_path / "a.jsonl", *headers), current=current)
+    notes = "\n".join(note for note in answer.notes if note.startswith("The recorded engine"))
+    assert all(word in notes for word in words) and "had model m" not in notes
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("policy", None),
+        ("parallel", 3),
+        ("policy_options", [1]),
+        ("options", "text"),
+        ("options", {"max_num_seqs": "many"}),
+        ("options", {"max_num_seqs": 0}),
+    ],
+)
+def test_an_invalid_header_is_a_mistake(field: str, value: object, tmp_path: Path) -> None:
+    workload = recording(tmp_path / "a.jsonl", {field: value})
+    with pytest.raises(ValueError, match=r"a\.jsonl.*header|header.*a\.jsonl"):
+        small(workload=workload, current="2")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"offline": True}, {"concurrency": 3}, {"turns": 2, "rate": 1.0}, {"output_len": 90}, {"prefix_len": 9000}],
+    ids=str,
+)
+def test_recorded_times_are_compared_at_the_recorded_load(options: dict[str, Any], tmp_path: Path) -> None:
+    workload = recording(tmp_path / "a.jsonl", {})
+    expected = small(workload=workload, current="2").current
+    changed = small(workload=replace(workload, **options), current="2").current
+    assert expected is not None and changed is not None
+    assert expected.times and changed.times == expected.times
+
+
 def test_the_recorded_layout_is_first_compared_with_its_simulation(tmp_path: Path) -> None:
     header = {"longspan": {"start_s": 0.0, "model": "m", "parallel": "2", "policy": "chunked", "options": {}}}
     row = {"input_length": 4000, "output_length": 20, "ttft_s": 0.2, "tpot_s": 0.01}
@@ -250,6 +387,53 @@ def test_the_recorded_layout_is_first_compared_with_its_simulation(tmp_path: Pat
     assert {one["what"] for one in current["times"]} >= {"P50 TTFT", "P99 TTFT", "P50 TPOT"}
     assert answer.winner is not None and answer.winner.num_gpus == 1  # one of the two devices is enough
     assert current["ranked"]["lost_because"] == "takes 2 devices instead of 1"
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "problems"),
+    [
+        ({}, "--device cuda", []),
+        ({"dtype": "bfloat16"}, "--dtype bfloat16", []),
+        ({"dtype": "int8"}, "--quantization int8", []),
+        ({"launch": "eager"}, "--enforce-eager", []),
+        ({"attention": "eager"}, "--enforce-eager", ["--attention eager"]),
+        ({"dtype": "fp8", "kv_cache_dtype": "fp8"}, "", ["weights in fp8", "--kv-cache-dtype fp8"]),
+        ({"dtype": "bfloat16", "ffn_dtype": "fp8"}, "--dtype bfloat16", ["--ffn-dtype fp8"]),
+    ],
+    ids=str,
+)
+def test_the_command_has_the_options_of_the_question_or_a_note(
+    options: dict[str, Any], flags: str, problems: list[str]
+) -> None:
+    answer = small(devices=HardwareSpec(**options))
+    assert answer.winner is not None and flags in answer.winner.command
+    app.parse_args(shlex.split(answer.winner.command)[1:], print_error=False, exit_on_error=False)
+    [note] = [note for note in answer.notes if "does not run as simulated" in note] or [""]
+    assert bool(note) == bool(problems) and all(problem in note for problem in problems)
+    assert any(note.startswith("llama-3-8b has sizes only") for note in answer.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "problem"),
+    [
+        ("llama-3-8b", {}, ""),
+        ("gpt-oss-20b", {}, "mxfp4"),
+        ("llama-3-8b", {"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ("deepseek-v3", {"num_hidden_layers": 4, "quantization_config": None}, "latent"),
+    ],
+)
+def test_a_note_names_a_model_that_the_engine_does_not_run_as_simulated(
+    name: str, fields: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(catalog.model_config(name) | fields))
+    answer = small(str(config))
+    assert answer.winner is not None and answer.winner.command.startswith(f"longspan serve {tmp_path} ")
+    [note] = [note for note in answer.notes if "does not run as simulated" in note] or [""]
+    assert problem in note and bool(note) == bool(problem)
 
 
 # ---------------------------------------------------------------- other questions
