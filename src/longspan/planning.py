@@ -340,7 +340,7 @@ def _forecasts(
         ParameterError: if no candidate can run.
     """
     every = list(candidates(space))
-    if setup.profiles:
+    if setup.profiles and every:
         return dict.fromkeys(every, Forecast.unknown()), ()
 
     @cache
@@ -356,7 +356,7 @@ def _forecasts(
     estimator = Estimator(line, demand, setup.level)
     kept = prune(every, estimator, setup.level, question.attainment)
     if not kept.forecasts:
-        reason = kept.pruned[-1].reason if kept.pruned else "there is none"
+        reason = kept.pruned[-1].reason if kept.pruned else "no layout takes so few"
         problem = f"({question.num_gpus}) are too few of {', '.join(question.hardware)} for this model: {reason}"
         raise ParameterError("gpus", problem, question.num_gpus)
     return kept.forecasts, kept.pruned

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from longspan.planner.candidates import Candidate
 from longspan.planner.samples import Work
 from longspan.planner.values import Plan
 from longspan.sim.spec import HardwareSpec, ServiceLevel
+from longspan.simulation import read_profile
 
 BASE = ("plan", "llama-3-8b", "--hardware", "h100-sxm-80g", "--num-requests", "30", "--attainment", "0.8")
 ONE = ("--gpus", "1", "--rate", "0.3", "--slo-ttft", "10", "--slo-tbt", "0.2")
@@ -69,6 +71,8 @@ def test_a_plan_has_a_command_that_the_command_line_takes(capsys: pytest.Capture
     assert words[:2] == ["longspan", "serve"] and "--policy" in words
     assert " ".join(words[2:]) in page.read_text()
     app.parse_args(words[1:], print_error=False, exit_on_error=False)
+    [winner] = re.findall(r"^1: (.*)$", out, re.MULTILINE)
+    assert "on h100" not in winner and f"--policy {winner.split()[1].strip(',')} " in command
     assert "The winner is the best static layout" in out and "error of the model" in out and "P99 TTFT" in out
 
 
@@ -157,6 +161,30 @@ def test_prices_decide_between_hardware(tmp_path: Path) -> None:
     prices = read_prices(tmp_path / "prices.toml")
     assert best(prices) == "a100-sxm-80g"
     assert best({name: 10 - price for name, price in prices.items()}) == "h100-sxm-80g"
+
+
+@pytest.mark.parametrize("prices", [(), ("h100-sxm-80g", "a100-sxm-80g")])
+def test_each_candidate_of_the_front_is_one_line_of_80_columns(
+    prices: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "prices.toml").write_text("".join(f"{name} = 1234.5\n" for name in prices))
+    options = ("--hardware", ",".join(prices), "--prices", str(tmp_path / "prices.toml")) if prices else ()
+    assert run(*BASE, *options, "--gpus", "1", "--rate", "0.8", "--slo-ttft", "10", "--slo-tbt", "0.2") == 0
+    out = capsys.readouterr().out
+    places = re.findall(r"^│ *(\d*) *│", out, re.MULTILINE)
+    assert len(places) > 1 and places == re.findall(r"^(\d+): ", out, re.MULTILINE)
+    assert all(len(line) <= 80 for line in out.splitlines() if line[:1] in "│┃")
+    assert len(re.findall(r"^\d+: .* on [ah]100-sxm-80g$", out, re.MULTILINE)) == (len(places) if prices else 0)
+
+
+def test_a_device_of_the_user_has_no_errors_of_another_one(tmp_path: Path) -> None:
+    known = tomllib.loads((Path(plan_runs.__file__).parent / "cost/data/hardware.toml").read_text())["a100-sxm-80g"]
+    lines = [f"{name} = {json.dumps(value)}" for name, value in known.items()]
+    file = tmp_path / "a100-mine.toml"
+    file.write_text("\n".join(lines))
+    assert not small(hardware=str(file)).error
+    assert small(hardware="a100-sxm-80g").error
 
 
 # ---------------------------------------------------------------- simulations
@@ -439,7 +467,7 @@ def test_a_note_names_a_model_that_the_engine_does_not_run_as_simulated(
 # ---------------------------------------------------------------- other questions
 
 
-def test_profiles_of_a_machine_replace_data_sheets(tiny: Path) -> None:
+def test_profiles_of_a_machine_replace_data_sheets(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measure(tiny, tp=1, token_s=1e-4, decode_s=0.01)
     measure(tiny, tp=2, token_s=1e-4, decode_s=0.001)
     profiles = sorted((cache_root() / "profiles").glob("*.json"))
@@ -459,6 +487,12 @@ def test_profiles_of_a_machine_replace_data_sheets(tiny: Path) -> None:
     assert answer.winner is not None
     assert answer.winner.candidate.layout == "tp2"  # the only quick decode
     assert {row.candidate.layout for row in answer.ranked} >= {"2", "pp2", "tp2"}
+    [tp2] = [str(path) for path in profiles if read_profile(path).profile_key.tp == 2]
+    options = ("plan", str(tiny), "--profile", tp2, "--offline", "--num-requests", "9", "--output-len", "4")
+    assert run(*options, "--gpus", "2") == 0
+    assert "times are from the profile" in capsys.readouterr().out
+    assert run(*options, "--gpus", "1") == 2
+    assert "--gpus(1) are too few" in capsys.readouterr().err
     assert "--device cpu --threads-per-rank 1 --dtype float32" in answer.winner.command
     app.parse_args(shlex.split(answer.winner.command)[1:], print_error=False, exit_on_error=False)
 

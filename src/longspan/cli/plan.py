@@ -234,5 +234,5 @@ def _name(ranked: Ranked, question: Question) -> str:
 def _between(interval: Interval | None, text: Callable[[float], str]) -> str:
     if interval is None:
         return ""
-    half = (interval.high - interval.low) / 2
-    return f"{text(interval.mean)} ± {text(half)}"
+    percent = f" ±{50 * (interval.high - interval.low) / interval.mean:.0f}%" if interval.mean else ""
+    return text(interval.mean) + percent
