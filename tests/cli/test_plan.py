@@ -350,7 +350,7 @@ def test_the_simulation_of_the_recorded_layout_has_the_recorded_options(tmp_path
         ([{}, {"start_s": 9.0}, {"policy": "auto"}, {"parallel": "tp2"}], "2", ["changed 2 times"]),
     ],
 )
-def test_notes_name_what_the_recorded_engine_had_otherwise(
+def test_notes_name_differences_from_the_recorded_engine(
     headers: list[dict[str, Any]], current: str, words: list[str], tmp_path: Path
 ) -> None:
     answer = small(workload=recording(tmp_path / "a.jsonl", *headers), current=current)

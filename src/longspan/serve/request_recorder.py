@@ -46,7 +46,7 @@ class _Open:
     Attributes:
         num_choices: choices that have not ended.
         num_recorded: choices that are in the recording.
-        num_repeated: of those, choices that a new engine core computes again and that have not ended again.
+        num_repeated: recorded choices that a new engine core computes again, and that have not ended again.
     """
 
     at_s: float
