@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -41,7 +41,8 @@ from longspan.workload.spec import WorkloadSpec
 _log = logging.getLogger("longspan")
 _MODULE = "longspan.plan_runs"
 _PACKAGES = ("core", "cost", "planner", "policy", "sim", "workload")
-"""The packages that determine the result of a simulation."""
+_MODULES = ("csa_file.py", "plan_runs.py", "simulation.py", "model/files.py")
+"""The packages and modules that determine the result of a simulation."""
 _BATCHES_PER_PROCESS = 4
 """Batches of each process, from which on all seeds of a candidate are one batch."""
 
@@ -97,12 +98,13 @@ def experiment_of(setup: Setup, candidate: Candidate, num_gpu_blocks_override: i
 def _experiment(
     setup: Setup, candidate: Candidate, num_gpu_blocks_override: int | None, _files: tuple[bytes, ...]
 ) -> Experiment:
+    others: dict[str, Any] = {"num_gpu_blocks_override": num_gpu_blocks_override, **dict(candidate.scheduling)}
     scheduling = SchedulingArgs(
         policy=candidate.policy,
         policy_options=dict(candidate.policy_options),
         max_num_batched_tokens=candidate.max_num_batched_tokens,
         host_kv_gib=candidate.host_kv_gib,
-        num_gpu_blocks_override=num_gpu_blocks_override,
+        **others,
     )
     return make_experiment(setup.model, setup.cluster(candidate), scheduling)
 
@@ -188,7 +190,7 @@ class Runner:
         for batch, ended in self._in_children(missing) if self._num_processes > 1 else self._here(missing):
             for one, outcome in zip(batch, ended, strict=True):
                 outcomes[one] = self._known[one] = outcome
-                _append(self._store, one, outcome)
+                self._store = _append(self._store, one, outcome)
                 self._num_ended += 1
                 self._progress(self._num_ended, len(self._counted))
         return outcomes
@@ -258,10 +260,10 @@ def store_of(setup: Setup, hardware: Sequence[str] = ()) -> Path:
     """Return the file of outcomes. Its name depends on all inputs of simulations, and on the code that runs them."""
     inputs = hashlib.sha256()
     root = Path(__file__).parent
-    for package in _PACKAGES:
-        for file in sorted((root / package).rglob("*")):
-            if file.suffix in {".py", ".toml"}:
-                inputs.update(file.read_bytes())
+    files = [file for package in _PACKAGES for file in sorted((root / package).rglob("*"))]
+    for file in (*files, *(root / module for module in _MODULES)):
+        if file.suffix in {".py", ".toml"}:
+            inputs.update(file.read_bytes())
     inputs.update(msgspec.json.encode(setup))
     for content in _contents(setup, *hardware, setup.workload.workload):
         inputs.update(content)
@@ -276,27 +278,40 @@ def _contents(setup: Setup, *further: str) -> tuple[bytes, ...]:
 
 
 def _stored(path: Path | None) -> dict[Work, Outcome]:
-    """Read all outcomes. A line that a killed process has not completed is left out."""
+    """Read all outcomes, and end a line that a killed process has not completed.
+
+    Raises:
+        ValueError: the file cannot be read or written.
+    """
     outcomes: dict[Work, Outcome] = {}
     if path is None:
         return outcomes
-    with suppress(FileNotFoundError):
-        for text in path.read_bytes().splitlines():
-            with suppress(msgspec.DecodeError):
-                line = msgspec.json.decode(text, type=_Line)
-                outcomes[line.work] = line.outcome
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            file.seek(0)
+            data = file.read()
+            file.write(b"" if data[-1:] in (b"", b"\n") else b"\n")
+    except OSError as error:
+        raise ValueError(f"the cache {unwritten(path, error)}: set LONGSPAN_CACHE to another folder") from None
+    for text in data.splitlines():
+        with suppress(msgspec.DecodeError):
+            line = msgspec.json.decode(text, type=_Line)
+            outcomes[line.work] = line.outcome
     return outcomes
 
 
-def _append(path: Path | None, work: Work, outcome: Outcome) -> None:
+def _append(path: Path | None, work: Work, outcome: Outcome) -> Path | None:
+    """Store an outcome. Return None instead of the file if that fails, since a plan needs no store."""
     if path is None:
-        return
+        return None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             file.write(msgspec.json.encode(_Line(work=work, outcome=outcome)) + b"\n")
     except OSError as error:
-        raise ValueError(f"the cache {unwritten(path, error)}: set LONGSPAN_CACHE to another folder") from None
+        _log.warning("further simulations are not stored: %s", unwritten(path, error))
+        return None
+    return path
 
 
 if __name__ == "__main__":

@@ -16,13 +16,16 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longspan import limits
+from longspan.args import EngineArgs
 from longspan.core.fleets import parse_fleet
 from longspan.core.options import at_least_one
 from longspan.core.splits import ParallelSpec
+from longspan.cost import catalog
 from longspan.cost.step_cost import RooflineCost
 from longspan.errors import ParameterError
 from longspan.plan_runs import Runner, Setup, base_rate, experiment_of, sample_of, store_of, whole
@@ -34,8 +37,8 @@ from longspan.planner.ranking import Search, max_rate
 from longspan.planner.samples import recorded_times
 from longspan.planner.values import Current, Plan, Pruned, Question, RecordedTime
 from longspan.sim.spec import HardwareSpec, ServiceLevel
-from longspan.simulation import read_profile
-from longspan.workload.recorded import recorded_layout
+from longspan.simulation import read_architecture, read_profile
+from longspan.workload.recorded import recorded_layouts
 from longspan.workload.requests import is_drawn, make_workload
 from longspan.workload.spec import WorkloadSpec
 from longspan.workload.traces import read_trace
@@ -53,6 +56,16 @@ _HOST_KV_GIB = 64.0
 _DEMAND_REQUESTS = 1000
 _ENGINE_STEP = 2048
 """Step budget of a recorded engine whose options do not give it."""
+_RECORDED = (
+    *("max_model_len", "block_size", "max_num_seqs", "num_gpu_blocks_override", "disk_kv_gib"),
+    *("enable_prefix_caching", "async_scheduling"),
+)
+"""Further scheduling options of a recorded engine that its simulation has."""
+_NOT_SIMULATED = ("dtype", "quantization", "enforce_eager", "attention_backend", "kv_cache_memory_bytes", "csa")
+_ENGINE_DTYPES: Mapping[str, tuple[str, ...]] = {
+    **{dtype: ("--dtype", dtype) for dtype in ("float32", "bfloat16")},
+    **{dtype: ("--quantization", dtype) for dtype in ("int8", "int4")},
+}
 
 Progress = Callable[[int, int], object]
 """Gets the numbers of finished simulations, and of all simulations that are known so far."""
@@ -125,6 +138,7 @@ def plan(
         level=level,
         attainment=attainment,
         prices=dict(prices or {}),
+        is_measured=bool(measured),
     )
     _check(question, setup.workload)
     demand = _demand(setup.workload, rate)
@@ -173,7 +187,7 @@ def plan(
         error=() if winner is None or measured else errors_of(winner.candidate, devices.attention or "flash"),
         max_rate=highest,
         num_simulated_requests=num_simulated,
-        notes=notes,
+        notes=(*notes, *_engine_notes(setup), *([] if now is None else _recorded_notes(setup, now))),
         current=None if row is None or now is None else Current(ranked=row, times=_recorded_times(setup, now)),
     )
 
@@ -244,19 +258,60 @@ def _num_requests(spec: WorkloadSpec, demand: Demand, forecasts: Mapping[Candida
 def _current(setup: Setup, hardware: str, layout: str) -> Candidate:
     """Return the candidate of a layout, with the settings that a recording has."""
     cluster = parse_fleet(layout)
-    trace, recorded = Path(setup.workload.workload), None
-    if trace.is_file() and not is_drawn(setup.workload):
-        recorded = recorded_layout(trace)
-    options = {} if recorded is None else {"max_num_batched_tokens": _ENGINE_STEP, **recorded.get("options", {})}
+    header = next(iter(_headers(setup)), None)
+    options = {} if header is None else {"max_num_batched_tokens": _ENGINE_STEP, **header["options"]}
+    applied = {name: options[name] for name in ("max_num_batched_tokens", "host_kv_gib", *_RECORDED) if name in options}
+    try:
+        EngineArgs(**applied)
+    except (TypeError, ValueError) as error:
+        raise ParameterError(
+            "workload", f"{setup.workload.workload} has a header with an invalid option: {error}"
+        ) from None
     policy = "auto" if cluster.decode_spec is None else "tetris"
+    policy_options = {} if header is None else header["policy_options"]
     return Candidate(
         hardware=hardware,
         spec=cluster.spec,
         decode=cluster.decode_spec,
-        policy=policy if recorded is None else str(recorded["policy"]),
-        policy_options=() if recorded is None else tuple(sorted(recorded.get("policy_options", {}).items())),
-        max_num_batched_tokens=options.get("max_num_batched_tokens"),
-        host_kv_gib=float(options.get("host_kv_gib") or 0.0),
+        policy=policy if header is None else header["policy"],
+        policy_options=tuple(sorted((name, str(value)) for name, value in policy_options.items())),
+        max_num_batched_tokens=applied.pop("max_num_batched_tokens", None),
+        host_kv_gib=float(applied.pop("host_kv_gib", 0.0)),
+        scheduling=tuple(sorted((name, value) for name, value in applied.items() if value is not None)),
+    )
+
+
+def _headers(setup: Setup) -> list[Mapping[str, Any]]:
+    """Return the headers of a recording, or nothing."""
+    trace = Path(setup.workload.workload)
+    return list(recorded_layouts(trace)) if trace.is_file() and not is_drawn(setup.workload) else []
+
+
+def _recorded_notes(setup: Setup, now: Candidate) -> list[str]:
+    """Return differences between the engine of a recording and the simulation of the current layout."""
+    headers = _headers(setup)
+    if not headers:
+        return []
+    first, devices = headers[0], setup.devices
+    dtype = read_profile(Path(setup.profiles[0][1])).profile_key.dtype if setup.profiles else devices.dtype
+    simulated = {"dtype": dtype, "quantization": dtype, "enforce_eager": devices.launch == "eager"}
+    pairs = [
+        ("model", _folder(str(first.get("model"))), _folder(setup.model)),
+        ("layout", first["parallel"], now.layout),
+        *(
+            (name, first["options"].get(name), simulated.get(name))
+            for name in _NOT_SIMULATED
+            if name in first["options"]
+        ),
+    ]
+    notes = [
+        f"The recorded engine had {name} {recorded}, but the simulation has {'another' if other is None else other}"
+        for name, recorded, other in pairs
+        if recorded != other
+    ]
+    changes = sum({**one, "start_s": 0} != {**other, "start_s": 0} for one, other in pairwise(headers))
+    return notes + [f"The recorded engine changed {changes} times, but the simulation has its first layout"] * (
+        changes > 0
     )
 
 
@@ -267,7 +322,7 @@ def _recorded_times(setup: Setup, candidate: Candidate) -> tuple[RecordedTime, .
     requests = read_trace(Path(setup.workload.workload), num=setup.workload.num_requests)
     if not any(request.ttft_s or request.tpot_s for request in requests):
         return ()
-    own = make_workload(replace(setup.workload, rate=None))
+    own = make_workload(WorkloadSpec(workload=setup.workload.workload, num_requests=setup.workload.num_requests))
     ttfts_s, tpots_s = [one.ttft_s for one in requests], [one.tpot_s for one in requests]
     return recorded_times(experiment_of(setup, candidate).run(own), ttfts_s, tpots_s)
 
@@ -284,7 +339,7 @@ def _forecasts(
         ParameterError: if no candidate can run.
     """
     every = list(candidates(space))
-    if setup.profiles:
+    if setup.profiles and every:
         return dict.fromkeys(every, Forecast.unknown()), ()
 
     @cache
@@ -300,7 +355,7 @@ def _forecasts(
     estimator = Estimator(line, demand, setup.level)
     kept = prune(every, estimator, setup.level, question.attainment)
     if not kept.forecasts:
-        reason = kept.pruned[-1].reason if kept.pruned else "there is none"
+        reason = kept.pruned[-1].reason if kept.pruned else "no layout takes so few"
         problem = f"({question.num_gpus}) are too few of {', '.join(question.hardware)} for this model: {reason}"
         raise ParameterError("gpus", problem, question.num_gpus)
     return kept.forecasts, kept.pruned
@@ -318,13 +373,44 @@ def _num_layers(setup: Setup, hardware: str) -> int:
 
 
 def _command(setup: Setup, candidate: Candidate) -> str:
-    """Return the command line that serves a model as the candidate does."""
-    words = ["longspan", "serve", setup.model, *candidate.flags]
+    """Return the command line that serves a model as the candidate does, with the options that the engine has."""
+    path, devices = Path(setup.model).expanduser(), setup.devices
+    words = ["longspan", "serve", str(path.parent) if path.is_file() else setup.model, *candidate.flags]
     if setup.profiles:
         key = read_profile(Path(dict(setup.profiles)[candidate.spec.tp])).profile_key
         words += ["--device", key.device, "--threads-per-rank", str(key.threads), "--dtype", key.dtype]
     else:
         words += [] if candidate.hardware.startswith("cpu") else ["--device", "cuda"]
         words += ["--executor", "ray"] if candidate.num_gpus > setup.gpus_per_host else []
-        words += ["--dtype", setup.devices.dtype] if setup.devices.dtype in {"float32", "bfloat16"} else []
+        words += _ENGINE_DTYPES.get(devices.dtype, ())
+        words += ["--enforce-eager"] if (devices.launch or devices.attention) == "eager" else []
     return shlex.join(words)
+
+
+def _engine_notes(setup: Setup) -> list[str]:
+    """Return why longspan's own engine does not serve the model as it is simulated."""
+    notes = []
+    if setup.model in catalog.names("models") and setup.model != EngineArgs.model:
+        notes.append(f"{setup.model} has sizes only: put a folder or a hub id in its place in the command")
+    if setup.profiles:
+        return notes
+    devices, sizes = setup.devices, read_architecture(setup.model, setup.devices)
+    given = _ENGINE_DTYPES.get(devices.dtype) is not None
+    plain = {sizes.precision.weights, sizes.precision.ffn} <= {"float32", "bfloat16"}
+    problems = {
+        f"weights in {sizes.precision} (quantised checkpoints are expanded to 16 bits at load)": not plain
+        and not given,
+        f"--ffn-dtype {devices.ffn_dtype}": devices.ffn_dtype not in (None, devices.dtype),
+        f"--kv-cache-dtype {devices.kv_cache_dtype}": devices.kv_cache_dtype == "fp8",
+        "--expert-parallel": devices.expert_parallel,
+        "--attention eager": devices.attention == "eager",
+        "multi-head latent attention": sizes.attention.latent is not None,
+    }
+    reasons = ", ".join(problem for problem, is_so in problems.items() if is_so)
+    return notes + [f"The command does not run as simulated: longspan's engine does not have {reasons}"] * bool(reasons)
+
+
+def _folder(model: str) -> str:
+    """Return the last name of a model's folder or hub id."""
+    path = Path(model).expanduser()
+    return (path.parent if path.is_file() else path).name.lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,9 @@ from longspan.model.files import cache_root
 from longspan.plan_runs import Runner, Setup, experiment_of, store_of
 from longspan.planner.candidates import Candidate
 from longspan.planner.samples import Work
+from longspan.planner.values import Plan
 from longspan.sim.spec import HardwareSpec, ServiceLevel
+from longspan.simulation import read_profile
 
 BASE = ("plan", "llama-3-8b", "--hardware", "h100-sxm-80g", "--num-requests", "30", "--attainment", "0.8")
 ONE = ("--gpus", "1", "--rate", "0.3", "--slo-ttft", "10", "--slo-tbt", "0.2")
@@ -67,6 +71,8 @@ def test_a_plan_has_a_command_that_the_command_line_takes(capsys: pytest.Capture
     assert words[:2] == ["longspan", "serve"] and "--policy" in words
     assert " ".join(words[2:]) in page.read_text()
     app.parse_args(words[1:], print_error=False, exit_on_error=False)
+    [winner] = re.findall(r"^1: (.*)$", out, re.MULTILINE)
+    assert "on h100" not in winner and f"--policy {winner.split()[1].strip(',')} " in command
     assert "The winner is the best static layout" in out and "error of the model" in out and "P99 TTFT" in out
 
 
@@ -120,6 +126,9 @@ def test_a_model_that_does_not_fit_is_a_mistake_with_the_memory(capsys: pytest.C
         ("a.toml", "", "must map names"),
         ("a.toml", "h100 = 'two'", "must be a number"),
         ("a.json", '{"h100": true}', "must be a number"),
+        *(("a.json", f'{{"h100": {price}}}', "must be a number") for price in ("1" + 400 * "0", "1e999", "NaN")),
+        ("a.json", 9**5 * "[", "a.json"),
+        ("a.toml", "h100 = " + 9**5 * "[", "a.toml"),
     ],
 )
 def test_prices_are_checked(name: str, text: str, words: str, tmp_path: Path) -> None:
@@ -154,6 +163,30 @@ def test_prices_decide_between_hardware(tmp_path: Path) -> None:
     assert best({name: 10 - price for name, price in prices.items()}) == "h100-sxm-80g"
 
 
+@pytest.mark.parametrize("prices", [(), ("h100-sxm-80g", "a100-sxm-80g")])
+def test_each_candidate_of_the_front_is_one_line_of_80_columns(
+    prices: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "prices.toml").write_text("".join(f"{name} = 1234.5\n" for name in prices))
+    options = ("--hardware", ",".join(prices), "--prices", str(tmp_path / "prices.toml")) if prices else ()
+    assert run(*BASE, *options, "--gpus", "1", "--rate", "0.8", "--slo-ttft", "10", "--slo-tbt", "0.2") == 0
+    out = capsys.readouterr().out
+    places = re.findall(r"^│ *(\d*) *│", out, re.MULTILINE)
+    assert len(places) > 1 and places == re.findall(r"^(\d+): ", out, re.MULTILINE)
+    assert all(len(line) <= 80 for line in out.splitlines() if line[:1] in "│┃")
+    assert len(re.findall(r"^\d+: .* on [ah]100-sxm-80g$", out, re.MULTILINE)) == (len(places) if prices else 0)
+
+
+def test_a_device_of_the_user_has_no_errors_of_another_one(tmp_path: Path) -> None:
+    known = tomllib.loads((Path(plan_runs.__file__).parent / "cost/data/hardware.toml").read_text())["a100-sxm-80g"]
+    lines = [f"{name} = {json.dumps(value)}" for name, value in known.items()]
+    file = tmp_path / "a100-mine.toml"
+    file.write_text("\n".join(lines))
+    assert not small(hardware=str(file)).error
+    assert small(hardware="a100-sxm-80g").error
+
+
 # ---------------------------------------------------------------- simulations
 
 
@@ -173,14 +206,14 @@ def test_stored_simulations_are_not_repeated(tmp_path: Path, monkeypatch: pytest
         expected = first(work())
     with store.open("ab") as file:
         file.write(b'{"work": {"cand')  # as a killed process leaves it
-    monkeypatch.setattr(plan_runs, "run", lambda *_: pytest.fail("it was stored"))
     with Runner(SETUP, 1, lambda _done, _total: None, store) as second:
-        assert second(work()) == expected
+        expected |= second(work(4))
+    monkeypatch.setattr(plan_runs, "run", lambda *_: pytest.fail("it was stored"))
+    with Runner(SETUP, 1, lambda _done, _total: None, store) as third:
+        assert third(work(4)) == expected
 
 
 def test_a_store_depends_on_the_question_and_on_files(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     trace = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 100, "output_length": 5, "hash_ids": [1]}
     trace.write_text("\n".join(json.dumps(row | {"timestamp": 1000 * n}) for n in range(9)))
@@ -199,8 +232,6 @@ def test_a_store_depends_on_the_question_and_on_files(tmp_path: Path) -> None:
 
 def test_files_are_read_again_after_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experiments and stores follow the contents of the files of the device and of the model, also below ~."""
-    from dataclasses import replace
-
     monkeypatch.setenv("HOME", str(tmp_path))
     data = Path(catalog.__file__).parent / "data" / "hardware.toml"
     device = tomllib.loads(data.read_text(encoding="utf-8"))["h100-sxm-80g"]
@@ -216,6 +247,41 @@ def test_files_are_read_again_after_they_change(tmp_path: Path, monkeypatch: pyt
     assert found[0] == found[3]
     assert all(len(set(map(str, column))) == 3 for column in zip(*found, strict=True))
     assert experiment_of(setup, candidate) is experiment_of(setup, candidate)
+
+
+def test_a_store_depends_on_all_code_that_simulates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_runs, "__file__", str(tmp_path / "plan_runs.py"))
+    names = ("simulation.py", "csa_file.py", "plan_runs.py", "model/files.py", "sim/run.py", "cost/data/models.toml")
+    stores = set()
+    for text in ("a", "b"):
+        for name in names:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+            if text == "b" or name == names[-1]:
+                stores.add(store_of(SETUP))
+    assert len(stores) == 1 + len(names)
+
+
+def test_a_cache_that_cannot_be_written_is_an_early_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", "file/x"):
+        monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / name))
+        assert run(*BASE, *ONE) == 2
+        assert "set LONGSPAN_CACHE to another folder" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_the_store_and_not_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Runner(SETUP, 1, lambda _done, _total: None, tmp_path / "a.jsonl") as runner:
+        monkeypatch.setattr(Path, "open", full)
+        assert len(runner(work())) == 3
+    assert caplog.text.count("not stored") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -244,6 +310,101 @@ def test_an_interrupted_plan_keeps_simulations_and_leaves_no_process(cache: Path
 
 
 # ---------------------------------------------------------------- the recorded layout
+
+
+def recording(path: Path, *headers: dict[str, Any]) -> WorkloadSpec:
+    """Write a recording with 30 requests after each header."""
+    row = {"input_length": 4000, "output_length": 20, "ttft_s": 0.2, "tpot_s": 0.01, "hash_ids": [*range(8)]}
+    common = {"start_s": 0.0, "model": "llama-3-8b", "parallel": "2", "policy": "chunked"}
+    lines = [{"longspan": {name: value for name, value in (common | header).items() if value is not None}}
+             for header in headers]  # fmt: skip
+    rows = [[header, *(row | {"timestamp": 2000 * n} for n in range(30))] for header in lines]
+    path.write_text("\n".join(json.dumps(line) for part in rows for line in part))
+    return WorkloadSpec(workload=str(path))
+
+
+def small(model: str = "llama-3-8b", **options: Any) -> Plan:
+    given: dict[str, Any] = {
+        "hardware": "h100-sxm-80g",
+        "gpus": 2,
+        "workload": WorkloadSpec(rate=0.3, num_requests=20),
+        "level": LEVEL,
+        "attainment": 0.5,
+        "layouts": ("1",),
+        "policies": ("chunked",),
+        "step_budgets": (4096,),
+        "host_kv_gib": (0.0,),
+        "seeds": 1,
+        "num_processes": 1,
+        "stores": False,
+    }
+    return plan(model, **given | options)
+
+
+def test_the_simulation_of_the_recorded_layout_has_the_recorded_options(tmp_path: Path) -> None:
+    options = {
+        "max_num_batched_tokens": 1024,
+        "max_num_seqs": 7,
+        "enable_prefix_caching": False,
+        "num_gpu_blocks_override": 200,
+        "block_size": 128,
+        "seed": 5,
+    }
+    answer = small(workload=recording(tmp_path / "a.jsonl", {"options": options}), current="2")
+    assert answer.current is not None
+    candidate, command = answer.current.ranked.candidate, answer.current.ranked.command
+    assert not any(note.startswith("The recorded engine") for note in answer.notes)
+    del options["seed"]
+    assert candidate.as_json()["scheduling"] | {"max_num_batched_tokens": 1024} == options
+    app.parse_args(shlex.split(command)[1:], print_error=False, exit_on_error=False)
+    assert "--max-num-seqs 7" in command and "--no-enable-prefix-caching" in command
+
+
+@pytest.mark.parametrize(
+    ("headers", "current", "words"),
+    [
+        ([{"model": "/models/qwen3-8b"}], "2", ["model qwen3-8b", "llama-3-8b"]),
+        ([{}], "tp2", ["layout 2", "tp2"]),
+        ([{"options": {"dtype": "float32", "enforce_eager": True}}], "2", ["dtype float32", "enforce_eager True"]),
+        ([{}, {"start_s": 9.0}, {"policy": "auto"}, {"parallel": "tp2"}], "2", ["changed 2 times"]),
+    ],
+)
+def test_notes_name_differences_from_the_recorded_engine(
+    headers: list[dict[str, Any]], current: str, words: list[str], tmp_path: Path
+) -> None:
+    answer = small(workload=recording(tmp_path / "a.jsonl", *headers), current=current)
+    notes = "\n".join(note for note in answer.notes if note.startswith("The recorded engine"))
+    assert all(word in notes for word in words) and "had model m" not in notes
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("policy", None),
+        ("parallel", 3),
+        ("policy_options", [1]),
+        ("options", "text"),
+        ("options", {"max_num_seqs": "many"}),
+        ("options", {"max_num_seqs": 0}),
+    ],
+)
+def test_an_invalid_header_is_a_mistake(field: str, value: object, tmp_path: Path) -> None:
+    workload = recording(tmp_path / "a.jsonl", {field: value})
+    with pytest.raises(ValueError, match=r"a\.jsonl.*header|header.*a\.jsonl"):
+        small(workload=workload, current="2")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"offline": True}, {"concurrency": 3}, {"turns": 2, "rate": 1.0}, {"output_len": 90}, {"prefix_len": 9000}],
+    ids=str,
+)
+def test_recorded_times_are_compared_at_the_recorded_load(options: dict[str, Any], tmp_path: Path) -> None:
+    workload = recording(tmp_path / "a.jsonl", {})
+    expected = small(workload=workload, current="2").current
+    changed = small(workload=replace(workload, **options), current="2").current
+    assert expected is not None and changed is not None
+    assert expected.times and changed.times == expected.times
 
 
 def test_the_recorded_layout_is_first_compared_with_its_simulation(tmp_path: Path) -> None:
@@ -275,10 +436,57 @@ def test_the_recorded_layout_is_first_compared_with_its_simulation(tmp_path: Pat
     assert current["ranked"]["lost_because"] == "takes 2 devices instead of 1"
 
 
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "problems"),
+    [
+        ({}, "--device cuda", []),
+        ({"dtype": "bfloat16"}, "--dtype bfloat16", []),
+        ({"dtype": "int8"}, "--quantization int8", []),
+        ({"launch": "eager"}, "--enforce-eager", []),
+        ({"attention": "eager"}, "--enforce-eager", ["--attention eager"]),
+        ({"dtype": "fp8", "kv_cache_dtype": "fp8"}, "", ["weights in fp8", "--kv-cache-dtype fp8"]),
+        ({"dtype": "bfloat16", "ffn_dtype": "fp8"}, "--dtype bfloat16", ["--ffn-dtype fp8"]),
+    ],
+    ids=str,
+)
+def test_the_command_has_the_options_of_the_question_or_a_note(
+    options: dict[str, Any], flags: str, problems: list[str]
+) -> None:
+    answer = small(devices=HardwareSpec(**options))
+    assert answer.winner is not None and flags in answer.winner.command
+    app.parse_args(shlex.split(answer.winner.command)[1:], print_error=False, exit_on_error=False)
+    [note] = [note for note in answer.notes if "does not run as simulated" in note] or [""]
+    assert bool(note) == bool(problems) and all(problem in note for problem in problems)
+    assert any(note.startswith("llama-3-8b has sizes only") for note in answer.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "problem"),
+    [
+        ("llama-3-8b", {}, ""),
+        ("gpt-oss-20b", {}, "mxfp4"),
+        ("llama-3-8b", {"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ("deepseek-v3", {"num_hidden_layers": 4, "quantization_config": None}, "latent"),
+    ],
+)
+def test_a_note_names_a_model_that_the_engine_does_not_run_as_simulated(
+    name: str, fields: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(catalog.model_config(name) | fields))
+    answer = small(str(config))
+    assert answer.winner is not None and answer.winner.command.startswith(f"longspan serve {tmp_path} ")
+    [note] = [note for note in answer.notes if "does not run as simulated" in note] or [""]
+    assert problem in note and bool(note) == bool(problem)
+
+
 # ---------------------------------------------------------------- other questions
 
 
-def test_profiles_of_a_machine_replace_data_sheets(tiny: Path) -> None:
+def test_profiles_of_a_machine_replace_data_sheets(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measure(tiny, tp=1, token_s=1e-4, decode_s=0.01)
     measure(tiny, tp=2, token_s=1e-4, decode_s=0.001)
     profiles = sorted((cache_root() / "profiles").glob("*.json"))
@@ -298,6 +506,12 @@ def test_profiles_of_a_machine_replace_data_sheets(tiny: Path) -> None:
     assert answer.winner is not None
     assert answer.winner.candidate.layout == "tp2"  # the only quick decode
     assert {row.candidate.layout for row in answer.ranked} >= {"2", "pp2", "tp2"}
+    [tp2] = [str(path) for path in profiles if read_profile(path).profile_key.tp == 2]
+    options = ("plan", str(tiny), "--profile", tp2, "--offline", "--num-requests", "9", "--output-len", "4")
+    assert run(*options, "--gpus", "2") == 0
+    assert "times are from the profile" in capsys.readouterr().out
+    assert run(*options, "--gpus", "1") == 2
+    assert "--gpus(1) are too few" in capsys.readouterr().err
     assert "--device cpu --threads-per-rank 1 --dtype float32" in answer.winner.command
     app.parse_args(shlex.split(answer.winner.command)[1:], print_error=False, exit_on_error=False)
 

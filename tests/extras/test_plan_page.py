@@ -82,6 +82,13 @@ def cells_of(page: str) -> list[list[str]]:
     return [[re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for row in rows]
 
 
+def test_a_plan_of_profiles_says_so() -> None:
+    plan = plan_of()
+    measured = replace(plan, question=replace(plan.question, is_measured=True), error=())
+    assert "Times are from the profile" in plan_html(measured)
+    assert "Times are from the profile" not in plan_html(plan)
+
+
 @pytest.mark.parametrize("prices", [True, False])
 @pytest.mark.parametrize("meets", [True, False])
 def test_the_page_answers_first_with_the_winner_and_its_command(prices: bool, meets: bool) -> None:

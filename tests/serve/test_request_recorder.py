@@ -19,6 +19,7 @@ from server_process import running
 from longspan import SamplingParams
 from longspan.args import EngineArgs
 from longspan.core.options import PolicySettings
+from longspan.errors import ParameterError
 from longspan.serve import messages
 from longspan.serve.request_recorder import RequestRecorder, layout_of
 from longspan.text.input_processor import EngineRequest
@@ -199,6 +200,53 @@ def test_only_choices_with_an_answer_are_recorded(tmp_path: Path) -> None:
         recorder.received(end(number, num_tokens=4))
     recorder.close()
     assert [row["output_length"] for row in rows(tmp_path / "a.jsonl") if "output_length" in row] == [3, 2, 4, 4]
+
+
+@pytest.mark.parametrize("num_ended", [0, 1, 2])
+def test_each_choice_is_recorded_once_if_engines_are_lost(num_ended: int, tmp_path: Path) -> None:
+    recorder = RequestRecorder(tmp_path / "a.jsonl", {})
+    for _ in range(3):  # the last engine is not lost
+        recorder.received(started())
+        recorder.sent(messages.Add(id=1, engine_request=request(1, n=3)))
+        for length in range(1, 1 + num_ended):
+            recorder.received(end(1, num_tokens=length))
+    for length in range(1 + num_ended, 4):
+        recorder.received(end(1, num_tokens=length))
+    recorder.close()
+    assert [row["output_length"] for row in rows(tmp_path / "a.jsonl") if "output_length" in row] == [1, 2, 3]
+
+
+def record(path: Path, *numbers: int) -> None:
+    recorder = RequestRecorder(path, {"model": "m", "options": {}})
+    recorder.received(started())
+    for number in numbers:
+        recorder.sent(messages.Add(id=number, engine_request=request(number)))
+        recorder.received(end(number, num_tokens=number))
+    recorder.close()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_recording_continues_after_a_write_that_was_killed_at_any_byte(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    record(path, 1)
+    first = path.read_bytes()
+    record(path, 2)
+    whole = path.read_bytes()
+    for size in (*range(1, 40), *range(len(first), len(whole), 7), len(whole) - 1):
+        path.write_bytes(whole[:size])
+        record(path, 3)
+        lengths = [row["output_length"] for row in rows(path) if "output_length" in row]
+        assert lengths[0] == (1 if size >= len(first) else 3) and lengths[-1] == 3
+        assert "longspan" in rows(path)[0] and all("longspan" in row or "hash_ids" in row for row in rows(path))
+
+
+def test_two_servers_cannot_record_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    first = RequestRecorder(path, {})
+    with pytest.raises(ParameterError, match="another server"):
+        RequestRecorder(path, {})
+    first.close()
+    record(path, 1)
 
 
 def test_a_change_of_layout_is_recorded_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -124,13 +125,15 @@ def read_prices(path: Path) -> dict[str, float]:
     try:
         text = path.read_text(encoding="utf-8")
         prices = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise ParameterError("prices", unread(path, error), path) from None
     if not isinstance(prices, dict) or not prices:
         raise ParameterError("prices", f"{path} must map names of devices to prices, such as h100-sxm-80g = 2.5", path)
     for name, price in prices.items():
-        if isinstance(price, bool) or not isinstance(price, int | float):
-            raise ParameterError("prices", f"{path}: {name} must be a number, but is {price!r:.40}", path)
+        is_number = isinstance(price, int | float) and not isinstance(price, bool)
+        if not is_number or not abs(price) <= sys.float_info.max:
+            shown = "too large" if is_number else f"{price!r:.40}"
+            raise ParameterError("prices", f"{path}: {name} must be a number, but is {shown}", path)
     return {name: float(price) for name, price in prices.items()}
 
 
@@ -160,7 +163,10 @@ def _print(answer: Plan) -> None:
     question = answer.question
     if answer.current is not None:
         _print_current(answer.current)
-    Console().print(_front(answer.ranked, question))
+    front = [one for one in answer.ranked if one.on_front]
+    Console().print(_front(front, question))
+    for place, one in enumerate(front, start=1):
+        print(f"{place}: {_name(one, question)}")
     if winner.meets:
         print(f"start it: {winner.command}")
     else:
@@ -171,10 +177,12 @@ def _print(answer: Plan) -> None:
         print(text)
     lost = [ranked for ranked in answer.ranked if ranked is not winner][:_MAX_LOST]
     for ranked in lost:
-        print(f"lost: {ranked.candidate}: {ranked.lost_because}")
+        print(f"lost: {_name(ranked, question)}: {ranked.lost_because}")
     for error in answer.error:
         print(f"error of the model, {error.what}: mean {error.mean:g} %, worst {error.worst}")
-    if not answer.error:
+    if question.is_measured:
+        print("error of the model: times are from the profile")
+    elif not answer.error:
         print("error of the model: nothing was measured on this kind of device, see docs/cost.md")
     pruned, simulated = len(answer.pruned), len(answer.ranked)
     print(f"{simulated} candidates were simulated with {answer.num_simulated_requests:,} requests, {pruned:,} pruned")
@@ -194,18 +202,18 @@ def _print_current(current: Current) -> None:
 
 
 def _front(ranked: Sequence[Ranked], question: Question) -> Table:
-    """Return a table of the front, with the winner first."""
+    """Return a table of the front, with the winner first, for terminals of 80 columns."""
     from rich.table import Table  # noqa: PLC0415
 
     prices = ("price/h",) if question.prices else ()
-    names = ("GPUs", *prices, "goodput/s", "tokens/s/GPU", "P99 TTFT", "P99 TBT", "attainment")
-    table = Table("candidate", *names, title="best first, 95 % intervals over seeds", title_justify="left")
-    for column in table.columns[1:]:
+    names = ("", "GPUs", *prices, "goodput/s", "tokens/s/GPU", "P99 TTFT", "P99 TBT", "attained")
+    table = Table(*names, title="best first, 95 % intervals over seeds", title_justify="left", padding=0)
+    for column in table.columns:
         column.justify = "right"
-    for one in (one for one in ranked if one.on_front):
+    for place, one in enumerate(ranked, start=1):
         price = () if one.price_per_hour is None else (f"{one.price_per_hour:.2f}",)
         table.add_row(
-            str(one.candidate),
+            str(place),
             str(one.num_gpus),
             *price,
             _between(one.goodput_per_s, number),
@@ -217,8 +225,14 @@ def _front(ranked: Sequence[Ranked], question: Question) -> Table:
     return table
 
 
+def _name(ranked: Ranked, question: Question) -> str:
+    """Return the candidate, with its hardware if there are several."""
+    name = str(ranked.candidate)
+    return name if len(question.hardware) > 1 else name.removesuffix(f" on {ranked.candidate.hardware}")
+
+
 def _between(interval: Interval | None, text: Callable[[float], str]) -> str:
     if interval is None:
         return ""
-    half = (interval.high - interval.low) / 2
-    return f"{text(interval.mean)} ± {text(half)}"
+    percent = f" ±{50 * (interval.high - interval.low) / interval.mean:.0f}%" if interval.mean else ""
+    return text(interval.mean) + percent

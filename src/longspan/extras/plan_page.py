@@ -296,6 +296,8 @@ def _pruned(plan: Plan) -> str:
 
 def _accuracy(plan: Plan) -> str:
     """Return the errors of the cost model for this kind of prediction."""
+    if plan.question.is_measured:
+        return section("Error of these predictions", "Times are from the profile, so the cost model has no part.")
     if not plan.error:
         hardware = ", ".join(plan.question.hardware) if plan.winner is None else plan.winner.candidate.hardware
         return section("Error of these predictions", f"No comparison with measurements covers {hardware}.")

@@ -49,8 +49,11 @@ def ranked_of(
 def errors_of(candidate: Candidate, attention: str) -> tuple[ModelError, ...]:
     """Return the recorded errors of computed times on the candidate's kind of device, with its policy first.
 
-    Policies without a comparison of their own run the same kernels, so all comparisons of the device count.
+    Policies without a comparison of their own run the same kernels, so all comparisons of the device count. A user's
+    own device has none.
     """
+    if candidate.hardware not in catalog.names("hardware"):
+        return ()
     kind = candidate.hardware.partition("-")[0]
     computed, _ = catalog.errors()
     matching = [error for error in computed if (error.hardware, error.attention) == (kind, attention)]

@@ -41,6 +41,7 @@ class Candidate:
         decode: the instances that only decode. With policy `seesaw` they use the same devices in another phase.
         policy_options: sorted options of the policy, as texts.
         max_num_batched_tokens: the step budget. None is the default.
+        scheduling: further options of `SchedulingArgs` that a recorded engine had, by name.
     """
 
     hardware: str
@@ -50,6 +51,7 @@ class Candidate:
     policy_options: tuple[tuple[str, str], ...] = ()
     max_num_batched_tokens: int | None = None
     host_kv_gib: float = 0.0
+    scheduling: tuple[tuple[str, int | float | bool | str], ...] = ()
 
     @property
     def num_gpus(self) -> int:
@@ -84,6 +86,9 @@ class Candidate:
             flags += ["--max-num-batched-tokens", str(self.max_num_batched_tokens)]
         if self.host_kv_gib:
             flags += ["--host-kv-gib", f"{self.host_kv_gib:g}"]
+        for name, option in self.scheduling:
+            flag = name.replace("_", "-")
+            flags += [f"--{'' if option else 'no-'}{flag}"] if isinstance(option, bool) else [f"--{flag}", str(option)]
         return tuple(flags)
 
     def as_json(self) -> dict[str, Any]:
@@ -95,13 +100,15 @@ class Candidate:
             "policy_options": dict(self.policy_options),
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "host_kv_gib": self.host_kv_gib,
+            "scheduling": dict(self.scheduling),
         }
 
     def __str__(self) -> str:
         options = "".join(f" {key}={value}" for key, value in self.policy_options)
         budget = "" if self.max_num_batched_tokens is None else f", steps of {self.max_num_batched_tokens:,}"
         tier = f", {self.host_kv_gib:g} GiB on hosts" if self.host_kv_gib else ""
-        return f"{self.layout} {self.policy}{options}{budget}{tier} on {self.hardware}"
+        others = "".join(f", {name}={value}" for name, value in self.scheduling)
+        return f"{self.layout} {self.policy}{options}{budget}{tier}{others} on {self.hardware}"
 
 
 @dataclass(frozen=True, kw_only=True)

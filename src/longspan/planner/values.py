@@ -31,6 +31,7 @@ class Question:
         rate: requests per second. None is the rate of a trace, infinite is all requests at once.
         attainment: the fraction of requests that must meet the service level.
         prices: by name of a device, for one device and hour. Empty if no prices were given.
+        is_measured: times are those of profiles.
     """
 
     model: str
@@ -41,6 +42,7 @@ class Question:
     level: ServiceLevel
     attainment: float
     prices: Mapping[str, float] = field(default_factory=dict)
+    is_measured: bool = False
 
     def cost(self, candidate: Candidate) -> float:
         """Return the price of a candidate per hour, or its devices without prices."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import logging
@@ -10,8 +11,9 @@ import queue
 import secrets
 import threading
 import time
+import zlib
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +21,7 @@ from typing import Any, BinaryIO
 from longspan.args import EngineArgs
 from longspan.core.options import PolicySettings, option_text
 from longspan.errors import ParameterError
-from longspan.file_errors import unwritten
+from longspan.file_errors import unread, unwritten
 from longspan.serve import messages
 from longspan.text.input_processor import EngineRequest
 from longspan.workload.recorded import HEADER, block_ids, recorded_layout
@@ -32,16 +34,26 @@ _MAX_LINES, _MAX_TOKENS = 10_000, 2**25
 takes 8 bytes."""
 _CLOSE_S = 5.0
 """Seconds in which the last lines are written before the server ends without them."""
+_BEGIN = f'{{"{HEADER}": '.encode()
+_GZIP = 16 + zlib.MAX_WBITS
 _REASONS = frozenset({"stop", "length", "abort"})
 
 
 @dataclass(kw_only=True, slots=True)
 class _Open:
-    """A request without an end, and the number of its choices that have not ended."""
+    """A request without an end.
+
+    Attributes:
+        num_choices: choices that have not ended.
+        num_recorded: choices that are in the recording.
+        num_repeated: recorded choices that a new engine core computes again, and that have not ended again.
+    """
 
     at_s: float
     engine_request: EngineRequest
     num_choices: int
+    num_recorded: int = 0
+    num_repeated: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,16 +74,12 @@ class RequestRecorder:
         layout: settings of the engine for the header.
 
     Raises:
-        ParameterError: the file cannot be written, or is no recording.
+        ParameterError: the file cannot be written, is no recording, or another server records to it.
     """
 
     def __init__(self, path: Path, layout: Mapping[str, Any]) -> None:
         self._path, self._layout = path, dict(layout)
-        start_s = _start_of(path)
-        try:
-            self._file: BinaryIO = path.open("ab", buffering=0)
-        except OSError as error:
-            raise ParameterError("record", unwritten(path, error), path) from None
+        self._file, start_s = _opened(path)
         now_s = time.time()
         self._start_s = now_s if start_s is None else start_s
         self._zero_s = time.monotonic() - max(0.0, now_s - self._start_s)
@@ -92,8 +100,9 @@ class RequestRecorder:
             return
         number, request = command.id, command.engine_request
         at_s = time.monotonic() - self._zero_s
-        before = self._before_loss.pop(number, None)
-        self._open[number] = before or _Open(at_s=at_s, engine_request=request, num_choices=request.params.n)
+        opened = self._before_loss.pop(number, None) or _Open(at_s=at_s, engine_request=request, num_choices=0)
+        opened.num_choices, opened.num_repeated = request.params.n, opened.num_recorded
+        self._open[number] = opened
 
     def received(self, report: messages.Report) -> None:
         """Record the ends of choices, and the layout of the engine. Failed choices are left out."""
@@ -118,7 +127,10 @@ class RequestRecorder:
         request.num_choices -= 1
         if not request.num_choices:
             del self._open[choice.id]
-        if choice.reason in _REASONS and choice.num_output_tokens:
+        if request.num_repeated:
+            request.num_repeated -= 1
+        elif choice.reason in _REASONS and choice.num_output_tokens:
+            request.num_recorded += 1
             self._put(_Ended(at_s=request.at_s, engine_request=request.engine_request, choice=choice))
 
     def _set_layout(self, parallel: str, policy: PolicySettings) -> None:
@@ -215,20 +227,58 @@ def layout_of(given: EngineArgs) -> dict[str, Any]:
     return {"model": given.model, "options": options}
 
 
-def _start_of(path: Path) -> float | None:
-    """Return the start of an existing recording. None if there is no file, or an empty one.
+def _opened(path: Path) -> tuple[BinaryIO, float | None]:
+    """Open and lock a file at its end. Return the start of an existing recording, too.
 
     Raises:
-        ParameterError: the name has another ending, or the file is no recording.
+        ParameterError: see `RequestRecorder`.
     """
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise ParameterError("record", f"must end in .jsonl or .jsonl.gz, but {str(path)!r} given", path)
-    if not path.exists() or (path.is_file() and not path.stat().st_size):
-        return None
-    try:
-        layout = None if not path.is_file() else recorded_layout(path)
-    except ValueError as error:
-        raise ParameterError("record", str(error), path) from None
-    if layout is None:
+    if path.exists() and not path.is_file():
         raise ParameterError("record", f"{str(path)!r} exists and is no recording: give another file", path)
-    return float(layout["start_s"])
+    with ExitStack() as on_error:
+        try:
+            file: BinaryIO = on_error.enter_context(path.open("ab", buffering=0))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = f"{str(path)!r} is the recording of another server that runs: give another file"
+            raise ParameterError("record", problem, path) from None
+        except OSError as error:
+            raise ParameterError("record", unwritten(path, error), path) from None
+        start_s = _start_of(path, file) if path.stat().st_size else None
+        on_error.pop_all()
+        return file, start_s
+
+
+def _start_of(path: Path, file: BinaryIO) -> float | None:
+    """Return the start of a recording, without the part of a write that a killed process left at its end."""
+    try:
+        whole, begin = _whole_size(path)
+        layout = recorded_layout(path) if whole else None
+    except (OSError, ValueError, zlib.error) as error:
+        text = str(error) if isinstance(error, ValueError) else unread(path, error)
+        raise ParameterError("record", text, path) from None
+    if layout is None and (whole or not begin.startswith(_BEGIN[: len(begin)])):
+        raise ParameterError("record", f"{str(path)!r} exists and is no recording: give another file", path)
+    if whole < path.stat().st_size:
+        _log.warning("%s ends within a line, which is removed", path)
+        file.truncate(whole)
+    return None if layout is None else float(layout["start_s"])
+
+
+def _whole_size(path: Path) -> tuple[int, bytes]:
+    """Return the bytes up to the end of the last whole line or gzip member, and the first bytes of the text."""
+    whole, at, begin, member = 0, 0, b"", zlib.decompressobj(_GZIP)
+    with path.open("rb") as file:
+        while data := file.read(2**16):
+            if path.suffix != ".gz":
+                whole = at + end if (end := data.rfind(b"\n") + 1) else whole
+                begin, at = begin or data[: len(_BEGIN)], at + len(data)
+            while path.suffix == ".gz" and data:
+                text = member.decompress(data)
+                begin, at = begin or text[: len(_BEGIN)], at + len(data) - len(member.unused_data)
+                data = member.unused_data
+                if member.eof:
+                    whole, member = at, zlib.decompressobj(_GZIP)
+    return whole, begin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,22 +40,44 @@ def opened(path: Path) -> IO[str]:
 
 
 def recorded_layout(path: Path) -> Mapping[str, Any] | None:
-    """Return the engine's settings at the start of a recording: `model`, `parallel`, `policy` and so on.
+    """Return the engine's settings at the start of a recording, as `recorded_layouts` does. None for another trace."""
+    return next(recorded_layouts(path), None)
 
-    Return None for another trace.
+
+def recorded_layouts(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the engine's settings at the start of a recording and after each change. Nothing for another trace.
+
+    They have `start_s`, `parallel`, `policy`, `policy_options`, `options`, and `model` unless it is unknown.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the file cannot be read, or has an invalid header.
     """
     try:
         with opened(path) as file:
-            row = json.loads(file.readline())
-    except json.JSONDecodeError:
-        return None
+            for place, line in enumerate(file):
+                if HEADER in line[: 2 * len(HEADER)]:
+                    yield _layout(json.loads(line)[HEADER])
+                elif not place:
+                    return
+    except (KeyError, TypeError, json.JSONDecodeError):
+        return
+    except _InvalidError as error:
+        raise ValueError(f"a header of {str(path)!r} has {error}: record again with longspan serve --record") from None
     except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise ValueError(unread(path, error)) from None
-    layout = row.get(HEADER) if isinstance(row, dict) else None
-    return layout if isinstance(layout, dict) and isinstance(layout.get("start_s"), int | float) else None
+
+
+class _InvalidError(Exception):
+    """A header has an invalid field."""
+
+
+def _layout(layout: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any JSON
+    fields = {"options": {}, "policy_options": {}, **layout}
+    kinds = {"start_s": int | float, "parallel": str, "policy": str, "policy_options": dict, "options": dict}
+    for name, kind in kinds.items():
+        if not isinstance(fields.get(name), kind):
+            raise _InvalidError(f"no valid {name}")
+    return fields
 
 
 def recorded_run(trace: Any) -> tuple[Event, Sequence[Event], list[Event]]:  # noqa: ANN401 - any JSON
