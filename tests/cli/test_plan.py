@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from invented_profiles import measure
 from longspan import WorkloadSpec, plan, plan_runs
 from longspan.cli.app import app
 from longspan.cli.plan import read_prices
+from longspan.core.fleets import parse_fleet
 from longspan.core.splits import ParallelSpec
 from longspan.errors import ParameterError
 from longspan.model.files import cache_root
@@ -152,6 +155,32 @@ def test_prices_decide_between_hardware(tmp_path: Path) -> None:
     assert best({name: 10 - price for name, price in prices.items()}) == "h100-sxm-80g"
 
 
+# ---------------------------------------------------------------- hosts
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy", "gpus_per_host", "sizes"),
+    [
+        ("2 prefill + tp4 decode", "tetris", 8, [6]),
+        ("2 prefill + tp4 decode", "tetris", 4, [2, 4]),
+        ("2 prefill + tp8 decode", "tetris", 8, [2, 8]),
+        ("tp8 prefill + tp4 decode", "tetris", 8, [8, 4]),
+        ("3xtp4", "chunked", 8, [8, 4]),
+        ("tp16", "chunked", 8, [8, 8]),
+        ("tp4pp4", "chunked", 8, [8, 8]),
+        ("3xpp4", "chunked", 6, [4, 4, 4]),
+        ("8 prefill + 2xtp4 decode", "seesaw", 4, [4, 4]),
+    ],
+)
+def test_hosts_are_filled_without_splitting_an_instance_that_fits(
+    layout: str, policy: str, gpus_per_host: int, sizes: list[int]
+) -> None:
+    cluster = parse_fleet(layout)
+    one = Candidate(hardware="h100-sxm-80g", spec=cluster.spec, decode=cluster.decode_spec, policy=policy)
+    for phase in replace(SETUP, gpus_per_host=gpus_per_host).cluster(one).clusters(policy):
+        assert list(Counter(phase.hosts).values()) == sizes
+
+
 # ---------------------------------------------------------------- simulations
 
 
@@ -177,8 +206,6 @@ def test_stored_simulations_are_not_repeated(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_store_depends_on_the_question_and_on_files(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     trace = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 100, "output_length": 5, "hash_ids": [1]}
     trace.write_text("\n".join(json.dumps(row | {"timestamp": 1000 * n}) for n in range(9)))
