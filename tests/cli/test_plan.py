@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from fake_llm import run
@@ -31,6 +32,7 @@ from longspan.plan_runs import Runner, Setup, store_of
 from longspan.planner.candidates import Candidate
 from longspan.planner.samples import Work
 from longspan.sim.spec import HardwareSpec, ServiceLevel
+from longspan.simulation import read_profile
 
 BASE = ("plan", "llama-3-8b", "--hardware", "h100-sxm-80g", "--num-requests", "30", "--attainment", "0.8")
 ONE = ("--gpus", "1", "--rate", "0.3", "--slo-ttft", "10", "--slo-tbt", "0.2")
@@ -96,6 +98,10 @@ def test_too_high_a_rate_prints_the_nearest_and_the_highest_rate(capsys: pytest.
     [
         ((), "--hardware must be given"),
         (("--hardware", "nope", "--slo-ttft", "1"), "nope"),
+        (("--hardware", "a10,h1000", "--slo-ttft", "1"), "h1000"),
+        (("--hardware", "h100-sxm-80g,h1000", "--gpus", "64", "--slo-ttft", "1"), "h1000"),
+        (("--hardware", "a10", "--slo-ttft", "1", "--current", "1xtp"), "1xtp"),
+        (("--hardware", "h100-sxm-80g", "--slo-ttft", "1", "--current", "pp64"), "--current pp64 cannot run: pp(64)"),
         (("--hardware", "a10", "--profile", "x.json"), "--hardware and --profile exclude each other"),
         (("--hardware", "a10"), "--slo-ttft or --slo-tbt must be given"),
         (("--hardware", "a10", "--slo-ttft", "1", "--attainment", "1.5"), "--attainment must be above 0"),
@@ -276,7 +282,33 @@ def test_the_recorded_layout_is_first_compared_with_its_simulation(tmp_path: Pat
         assert one["error_percent"] == pytest.approx(100 * (one["simulated_s"] / one["recorded_s"] - 1))
     assert {one["what"] for one in current["times"]} >= {"P50 TTFT", "P99 TTFT", "P50 TPOT"}
     assert answer.winner is not None and answer.winner.num_gpus == 1  # one of the two devices is enough
+    assert any("The trace has 30 requests" in text for text in answer.notes)
     assert current["ranked"]["lost_because"] == "takes 2 devices instead of 1"
+
+
+def test_a_current_layout_with_more_devices_than_the_question_is_ranked_but_is_no_winner() -> None:
+    answer = plan(
+        "llama-3-8b",
+        hardware="h100-sxm-80g",
+        gpus=1,
+        gpus_per_host=2,
+        workload=WorkloadSpec(rate=4.0, num_requests=20),
+        level=ServiceLevel(slo_ttft=4.0),
+        attainment=0.8,
+        current="tp4",
+        policies=("chunked",),
+        step_budgets=(4096,),
+        seeds=1,
+        num_processes=1,
+    )
+    assert answer.winner is not None and answer.winner.num_gpus == 1
+    assert answer.current is not None and answer.current.ranked.num_gpus == 4
+    assert "4 devices, more than the 1 of the question" in answer.current.ranked.lost_because
+    assert any("tp(4) on several hosts of 2" in text for text in answer.notes)
+    one = answer.winner.candidate
+    best = Runner(replace(SETUP, level=answer.question.level), 1, lambda _done, _total: None, None)
+    work = Work(candidate=one, seed=0, num_requests=10, rate=answer.max_rate)
+    assert answer.max_rate is not None and best([work])[work].attainment >= 0.8
 
 
 # ---------------------------------------------------------------- other questions
@@ -304,6 +336,25 @@ def test_profiles_of_a_machine_replace_data_sheets(tiny: Path) -> None:
     assert {row.candidate.layout for row in answer.ranked} >= {"2", "pp2", "tp2"}
     assert "--device cpu --threads-per-rank 1 --dtype float32" in answer.winner.command
     app.parse_args(shlex.split(answer.winner.command)[1:], print_error=False, exit_on_error=False)
+
+
+def test_mistakes_with_profiles_are_named(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measure(tiny, tp=1, token_s=1e-4, decode_s=0.01)
+    [path] = (cache_root() / "profiles").glob("*.json")
+    options = ("plan", str(tiny), "--profile", str(path), "--gpus", "2", "--rate", "0.1", "--slo-ttft", "60")
+    for sheet in (("--dtype", "fp8"), ("--kv-cache-dtype", "fp8"), ("--launch", "eager"), ("--link", "ib-ndr")):
+        assert run(*options, *sheet) == 2
+        assert f"{sheet[0]}" in (err := capsys.readouterr().err) and "refines data sheets" in err
+    for layout in ("tp2", "2xtp2", "tp2 prefill + 1 decode"):
+        assert run(*options, "--current", layout) == 2
+        assert "--current" in (err := capsys.readouterr().err) and "for tp 2 is missing" in err
+    profile = read_profile(path)
+    for field, value in {"machine": "other", "dtype": "bfloat16", "threads": 7, "model": "m"}.items():
+        key = msgspec.structs.replace(profile.profile_key, tp=2, **{field: value})
+        other = tmp_path / f"{field}.json"
+        other.write_text(msgspec.structs.replace(profile, profile_key=key).to_json())
+        assert run(*options, "--profile", str(other)) == 2
+        assert "differ in tp only" in (err := capsys.readouterr().err) and str(value) in err
 
 
 @pytest.mark.parametrize(
