@@ -241,7 +241,10 @@ def _demand(spec: WorkloadSpec, rate: float) -> Demand:
 
 
 def _num_requests(spec: WorkloadSpec, demand: Demand, forecasts: Mapping[Candidate, Forecast]) -> int:
-    """Return the requests of a seed: enough to fill the instances several times, and not more than a trace has."""
+    """Return the requests of a seed: enough to fill the instances several times, and at most the trace.
+
+    Closed loops have several requests of each client, and repeat a shorter trace.
+    """
     in_flight = float(least := _num_clients(spec))
     if math.isfinite(demand.rate):
         best = min(forecasts.values(), key=lambda forecast: forecast.tightness)

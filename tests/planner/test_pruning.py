@@ -98,11 +98,11 @@ def test_bounds_of_classes_prune_as_the_same_bounds_of_all_requests(tbt: float |
         ServiceLevel(slo_ttft=1e-6, slo_tbt=1e-6, classes=(every,)),
         ServiceLevel(slo_ttft=4.0, slo_tbt=tbt, classes=(halves,)),
     ]
-    results = [kept_of(*question(1.0, level=level)[:1], space(4), question(1.0)[1]) for level in levels]
+    results = [kept_of(question(1.0, level=level)[0], space(4), question(1.0)[1]) for level in levels]
     assert all(one.forecasts.keys() == results[0].forecasts.keys() for one in results)
     assert all({row.reason for row in one.pruned} == {row.reason for row in results[0].pruned} for one in results[1:3])
     no_bound = ServiceLevel(classes=(SloClass(name="b", max_input_len=1, slo_ttft=1e-6),))
-    assert kept_of(*question(0.1, level=no_bound)[:1], space(2), question(0.1)[1]).forecasts
+    assert kept_of(question(0.1, level=no_bound)[0], space(2), question(0.1)[1]).forecasts
 
 
 def test_if_no_candidate_can_meet_the_level_the_nearest_are_kept() -> None:

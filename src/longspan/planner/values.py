@@ -76,7 +76,7 @@ class Ranked:
     tokens_per_s_per_gpu: Interval
     ttft_p99_s: Interval | None
     tbt_p99_s: Interval | None
-    bound_ratios: Mapping[str, float]
+    bound_ratios: Mapping[str, float] = field(default_factory=dict)
     attainment: Interval
     meets: bool
     on_front: bool
