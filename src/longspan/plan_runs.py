@@ -24,8 +24,10 @@ from typing import Any, Self
 
 import msgspec
 
+from longspan.core.cluster import Cluster
+from longspan.core.locations import Location
 from longspan.core.options import SchedulingArgs
-from longspan.errors import WorkerLostError
+from longspan.errors import ParameterError, WorkerLostError
 from longspan.file_errors import unwritten
 from longspan.model.files import cache_root
 from longspan.planner.candidates import Candidate
@@ -63,19 +65,47 @@ class Setup:
     level: ServiceLevel
 
     def cluster(self, candidate: Candidate) -> ClusterSpec:
-        """Return the candidate's instances on the fewest hosts that split no instance."""
-        specs = [candidate.spec, *([] if candidate.decode is None else [candidate.decode])]
-        if self.profiles:
-            cluster = ClusterSpec(profile=Path(dict(self.profiles)[candidate.spec.tp]))
-        else:
-            num_gpus = candidate.num_gpus
-            hosts = math.ceil(num_gpus / self.gpus_per_host)
-            while hosts < num_gpus and any(math.ceil(num_gpus / hosts) % spec.tp for spec in specs):
-                hosts += 1
-            cluster = ClusterSpec(hardware=candidate.hardware, hosts=hosts, **vars(self.devices))
+        """Return the candidate's instances on this kind of hosts. Raise ParameterError without a profile for its tp."""
+        devices, profiles = vars(self.devices), dict(self.profiles)
+        cluster: ClusterSpec = PackedSpec(hardware=candidate.hardware, max_per_host=self.gpus_per_host, **devices)
+        if profiles:
+            if (tp := candidate.spec.tp) not in profiles:
+                problem = f"for tp {tp} is missing, there are profiles for tp {', '.join(map(str, profiles))}: add it"
+                raise ParameterError("profile", problem, tp)
+            cluster = ClusterSpec(profile=Path(profiles[tp]), **devices)
         if candidate.decode is None:
             return replace(cluster, parallel=str(candidate.spec))
         return replace(cluster, prefill_parallel=str(candidate.spec), decode_parallel=str(candidate.decode))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSpec(ClusterSpec):
+    """A cluster whose hosts have at most `max_per_host` devices. An instance that fits on a host is not split."""
+
+    max_per_host: int
+
+    def clusters(self, policy: str) -> tuple[Cluster, ...]:
+        clusters = super().clusters(policy)
+        places = tuple(_packed(max(clusters, key=lambda cluster: cluster.tp(0)), self.max_per_host))
+        return tuple(replace(cluster, locations=places) for cluster in clusters)
+
+
+def _packed(cluster: Cluster, max_per_host: int) -> Iterator[Location]:
+    """Yield the locations of all ranks in order. A larger instance than a host splits by stages, then by shards."""
+    sizes: list[int] = []
+    for instance in cluster.instances:
+        num_ranks, tp = len(cluster.ranks(instance)), cluster.tp(instance)
+        sizes += [num_ranks] if num_ranks <= max_per_host else [tp] * (num_ranks // tp)
+    sizes += [1] * cluster.num_spare
+    host = used = rank = 0
+    for size in sizes:
+        if used and used + size > max_per_host:
+            host, used = host + 1, 0
+        for _ in range(size):
+            if used == max_per_host:
+                host, used = host + 1, 0
+            yield Location(host=host, device=rank)
+            used, rank = used + 1, rank + 1
 
 
 def run(setup: Setup, work: Work) -> Outcome:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
@@ -37,7 +37,7 @@ from longspan.planner.ranking import Search, max_rate
 from longspan.planner.samples import recorded_times
 from longspan.planner.values import Current, Plan, Pruned, Question, RecordedTime
 from longspan.sim.spec import HardwareSpec, ServiceLevel
-from longspan.simulation import read_architecture, read_profile
+from longspan.simulation import read_architecture, read_device, read_profile
 from longspan.workload.recorded import recorded_layouts
 from longspan.workload.requests import is_drawn, make_workload
 from longspan.workload.spec import WorkloadSpec
@@ -119,6 +119,8 @@ def plan(
     names = (hardware,) if isinstance(hardware, str) else tuple(hardware)
     at_least_one(gpus=gpus, gpus_per_host=gpus_per_host, seeds=seeds, num_processes=num_processes)
     measured = _measured(names, profiles)
+    for name in names:
+        read_device(name)
     names = names or tuple(dict.fromkeys(machine for machine, _ in measured.values()))
     setup = Setup(
         model=model,
@@ -157,6 +159,7 @@ def plan(
     )
     forecasts, pruned = _forecasts(setup, space, demand, question)
     num_requests = workload.num_requests or _num_requests(setup.workload, demand, forecasts)
+    now = None if current is None else _current(setup, names[0], current)
     store = store_of(setup, names) if stores else None
     with Runner(setup, num_processes or limits.cores(), progress, store) as simulate:
         search = Search(
@@ -165,17 +168,21 @@ def plan(
             attainment=attainment,
             num_seeds=seeds,
             num_requests=num_requests,
+            min_requests=_FILLS * _num_clients(setup.workload),
             costs={candidate: question.cost(candidate) for candidate in forecasts},
         )
-        search.run(forecasts)
-        now = None if current is None else _current(setup, names[0], current)
         if now is not None:
             search.include(now, question.cost(now))
+            if (problem := search.scored[now].problem) is not None:
+                raise ParameterError("current", f"{current} cannot run: {problem}", current)
+        search.run(forecasts)
+        if now is not None:
+            search.include(now, question.cost(now))  # a round may have replaced its long samples by short ones
         ranked, winner, baseline, notes = ranked_of(search.sorted(), question, partial(_command, setup))
         highest = None
         if winner is not None and not winner.meets and math.isfinite(rate) and level.is_given:
-            best = [one.candidate for one in ranked[:2]]
-            highest = max_rate(simulate, best, rate, num_requests=num_requests // 2, seeds=seeds, attainment=attainment)
+            best, half = winner.candidate, num_requests // 2
+            highest = max_rate(simulate, best, rate, num_requests=half, seeds=seeds, attainment=attainment)
         num_simulated = simulate.num_requests
     row = next((one for one in ranked if one.candidate == now), None)
     return Plan(
@@ -187,7 +194,12 @@ def plan(
         error=() if winner is None or measured else errors_of(winner.candidate, devices.attention or "flash"),
         max_rate=highest,
         num_simulated_requests=num_simulated,
-        notes=(*notes, *_engine_notes(setup), *([] if now is None else _recorded_notes(setup, now))),
+        notes=(
+            *notes,
+            *_warnings(setup, num_requests, winner.candidate if winner else None, now),
+            *_engine_notes(setup),
+            *([] if now is None else _recorded_notes(setup, now)),
+        ),
         current=None if row is None or now is None else Current(ranked=row, times=_recorded_times(setup, now)),
     )
 
@@ -201,8 +213,14 @@ def _measured(names: Sequence[str], profiles: Sequence[Path | str]) -> dict[int,
         problem = "must be given, unless `profile` is" if not names else "and `profile` exclude each other"
         raise ParameterError("hardware", f"{problem}: give one of them", ", ".join(names) or None)
     found: dict[int, tuple[str, str]] = {}
+    machines: dict[str, str] = {}
     for path in profiles:
         key = read_profile(Path(path)).profile_key
+        same = (key.machine, key.device, key.dtype, f"{key.threads} threads", key.kernel, Path(key.model).name)
+        machines[", ".join(same)] = str(path)
+        if len(machines) > 1:
+            problem = " but ".join(f"{path} is of {machine}" for machine, path in machines.items())
+            raise ParameterError("profile", f"{problem}: give profiles that differ in tp only", path)
         if key.tp in found:
             raise ParameterError(
                 "profile", f"{path} has tp {key.tp}, as {found[key.tp][1]} has: give one of them", path
@@ -242,14 +260,36 @@ def _demand(spec: WorkloadSpec, rate: float) -> Demand:
 
 
 def _num_requests(spec: WorkloadSpec, demand: Demand, forecasts: Mapping[Candidate, Forecast]) -> int:
-    """Return the requests of a seed: enough to fill the instances several times, and not more than a trace has."""
-    in_flight = float(spec.concurrency or spec.batch_size or 0)
+    """Return the requests of a seed: enough to fill the instances several times, and at most the trace.
+
+    Closed loops have several requests of each client, and repeat a shorter trace.
+    """
+    in_flight = float(least := _num_clients(spec))
     if math.isfinite(demand.rate):
         best = min(forecasts.values(), key=lambda forecast: forecast.tightness)
         seconds = min(best.ttft_s, max(best.least_ttfts_s, default=0.0)) + demand.mean_output * best.tbt_s
         in_flight = demand.rate * seconds
     num = min(_MAX_REQUESTS, max(_NUM_REQUESTS, math.ceil(_FILLS * in_flight)))
-    return num if is_drawn(spec) else min(num, len(whole(spec).arrivals))
+    num = num if is_drawn(spec) else min(num, len(whole(spec).arrivals))
+    return max(num, _FILLS * least)
+
+
+def _num_clients(spec: WorkloadSpec) -> int:
+    """Return the requests that the clients of a closed loop make until all have ended one conversation. Else 0."""
+    return (spec.concurrency or spec.batch_size or 0) * spec.turns
+
+
+def _warnings(setup: Setup, num_requests: int, *chosen: Candidate | None) -> Iterator[str]:
+    """Yield limits of a plan: samples that are not independent, and shards of an instance on several hosts."""
+    if not is_drawn(setup.workload) and (num := len(whole(setup.workload).arrivals)) <= num_requests:
+        yield (
+            f"The trace has {num:,} requests, so every sample of {num_requests:,} has all of them. Seeds differ in the "
+            "first request only, and intervals are narrower than for other traffic"
+        )
+    for candidate in dict.fromkeys(filter(None, chosen)):
+        tp = max(spec.tp for spec in (candidate.spec, candidate.decode or candidate.spec))
+        if tp > setup.gpus_per_host and not setup.profiles:
+            yield f"{candidate} has its tp({tp}) on several hosts of {setup.gpus_per_host}, so it is slow"
 
 
 # ---------------------------------------------------------------- the recorded layout
@@ -353,7 +393,7 @@ def _forecasts(
         return cost.lines[0]
 
     estimator = Estimator(line, demand, setup.level)
-    kept = prune(every, estimator, setup.level, question.attainment)
+    kept = prune(every, estimator, question.attainment)
     if not kept.forecasts:
         reason = kept.pruned[-1].reason if kept.pruned else "no layout takes so few"
         problem = f"({question.num_gpus}) are too few of {', '.join(question.hardware)} for this model: {reason}"

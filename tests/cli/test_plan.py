@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from fake_llm import run
@@ -24,6 +26,7 @@ from invented_profiles import measure
 from longspan import WorkloadSpec, plan, plan_runs
 from longspan.cli.app import app
 from longspan.cli.plan import read_prices
+from longspan.core.fleets import parse_fleet
 from longspan.core.splits import ParallelSpec
 from longspan.cost import catalog
 from longspan.errors import ParameterError
@@ -101,6 +104,10 @@ def test_too_high_a_rate_prints_the_nearest_and_the_highest_rate(capsys: pytest.
     [
         ((), "--hardware must be given"),
         (("--hardware", "nope", "--slo-ttft", "1"), "nope"),
+        (("--hardware", "a10,h1000", "--slo-ttft", "1"), "h1000"),
+        (("--hardware", "h100-sxm-80g,h1000", "--gpus", "64", "--slo-ttft", "1"), "h1000"),
+        (("--hardware", "a10", "--slo-ttft", "1", "--current", "1xtp"), "1xtp"),
+        (("--hardware", "h100-sxm-80g", "--slo-ttft", "1", "--current", "pp64"), "--current pp64 cannot run: pp(64)"),
         (("--hardware", "a10", "--profile", "x.json"), "--hardware and --profile exclude each other"),
         (("--hardware", "a10"), "--slo-ttft or --slo-tbt must be given"),
         (("--hardware", "a10", "--slo-ttft", "1", "--attainment", "1.5"), "--attainment must be above 0"),
@@ -185,6 +192,32 @@ def test_a_device_of_the_user_has_no_errors_of_another_one(tmp_path: Path) -> No
     file.write_text("\n".join(lines))
     assert not small(hardware=str(file)).error
     assert small(hardware="a100-sxm-80g").error
+
+
+# ---------------------------------------------------------------- hosts
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy", "gpus_per_host", "sizes"),
+    [
+        ("2 prefill + tp4 decode", "tetris", 8, [6]),
+        ("2 prefill + tp4 decode", "tetris", 4, [2, 4]),
+        ("2 prefill + tp8 decode", "tetris", 8, [2, 8]),
+        ("tp8 prefill + tp4 decode", "tetris", 8, [8, 4]),
+        ("3xtp4", "chunked", 8, [8, 4]),
+        ("tp16", "chunked", 8, [8, 8]),
+        ("tp4pp4", "chunked", 8, [8, 8]),
+        ("3xpp4", "chunked", 6, [4, 4, 4]),
+        ("8 prefill + 2xtp4 decode", "seesaw", 4, [4, 4]),
+    ],
+)
+def test_hosts_are_filled_without_splitting_an_instance_that_fits(
+    layout: str, policy: str, gpus_per_host: int, sizes: list[int]
+) -> None:
+    cluster = parse_fleet(layout)
+    one = Candidate(hardware="h100-sxm-80g", spec=cluster.spec, decode=cluster.decode_spec, policy=policy)
+    for phase in replace(SETUP, gpus_per_host=gpus_per_host).cluster(one).clusters(policy):
+        assert list(Counter(phase.hosts).values()) == sizes
 
 
 # ---------------------------------------------------------------- simulations
@@ -433,6 +466,7 @@ def test_the_recorded_layout_is_first_compared_with_its_simulation(tmp_path: Pat
         assert one["error_percent"] == pytest.approx(100 * (one["simulated_s"] / one["recorded_s"] - 1))
     assert {one["what"] for one in current["times"]} >= {"P50 TTFT", "P99 TTFT", "P50 TPOT"}
     assert answer.winner is not None and answer.winner.num_gpus == 1  # one of the two devices is enough
+    assert any("The trace has 30 requests" in text for text in answer.notes)
     assert current["ranked"]["lost_because"] == "takes 2 devices instead of 1"
 
 
@@ -483,6 +517,31 @@ def test_a_note_names_a_model_that_the_engine_does_not_run_as_simulated(
     assert problem in note and bool(note) == bool(problem)
 
 
+def test_a_current_layout_with_more_devices_than_the_question_is_ranked_but_is_no_winner() -> None:
+    answer = plan(
+        "llama-3-8b",
+        hardware="h100-sxm-80g",
+        gpus=1,
+        gpus_per_host=2,
+        workload=WorkloadSpec(rate=4.0, num_requests=20),
+        level=ServiceLevel(slo_ttft=4.0),
+        attainment=0.8,
+        current="tp4",
+        policies=("chunked",),
+        step_budgets=(4096,),
+        seeds=1,
+        num_processes=1,
+    )
+    assert answer.winner is not None and answer.winner.num_gpus == 1
+    assert answer.current is not None and answer.current.ranked.num_gpus == 4
+    assert "4 devices, more than the 1 of the question" in answer.current.ranked.lost_because
+    assert any("tp(4) on several hosts of 2" in text for text in answer.notes)
+    one = answer.winner.candidate
+    best = Runner(replace(SETUP, level=answer.question.level), 1, lambda _done, _total: None, None)
+    work = Work(candidate=one, seed=0, num_requests=10, rate=answer.max_rate)
+    assert answer.max_rate is not None and best([work])[work].attainment >= 0.8
+
+
 # ---------------------------------------------------------------- other questions
 
 
@@ -514,6 +573,25 @@ def test_profiles_of_a_machine_replace_data_sheets(tiny: Path, capsys: pytest.Ca
     assert "--gpus(1) are too few" in capsys.readouterr().err
     assert "--device cpu --threads-per-rank 1 --dtype float32" in answer.winner.command
     app.parse_args(shlex.split(answer.winner.command)[1:], print_error=False, exit_on_error=False)
+
+
+def test_mistakes_with_profiles_are_named(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measure(tiny, tp=1, token_s=1e-4, decode_s=0.01)
+    [path] = (cache_root() / "profiles").glob("*.json")
+    options = ("plan", str(tiny), "--profile", str(path), "--gpus", "2", "--rate", "0.1", "--slo-ttft", "60")
+    for sheet in (("--dtype", "fp8"), ("--kv-cache-dtype", "fp8"), ("--launch", "eager"), ("--link", "ib-ndr")):
+        assert run(*options, *sheet) == 2
+        assert f"{sheet[0]}" in (err := capsys.readouterr().err) and "refines data sheets" in err
+    for layout in ("tp2", "2xtp2", "tp2 prefill + 1 decode"):
+        assert run(*options, "--current", layout) == 2
+        assert "--current" in (err := capsys.readouterr().err) and "for tp 2 is missing" in err
+    profile = read_profile(path)
+    for field, value in {"machine": "other", "dtype": "bfloat16", "threads": 7, "model": "m"}.items():
+        key = msgspec.structs.replace(profile.profile_key, tp=2, **{field: value})
+        other = tmp_path / f"{field}.json"
+        other.write_text(msgspec.structs.replace(profile, profile_key=key).to_json())
+        assert run(*options, "--profile", str(other)) == 2
+        assert "differ in tp only" in (err := capsys.readouterr().err) and str(value) in err
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.core.splits import ParallelSpec
+from longspan.errors import ParameterError
 from longspan.planner.candidates import OFFLINE_POLICIES, STATIC, Candidate, Space, candidates
 
 SPACE = Space(hardware=("a100-sxm-80g",), max_gpus=4, num_layers=32)
@@ -48,6 +49,17 @@ def test_given_layouts_get_the_policies_that_can_serve_them(layout: str, policie
     every = list(candidates(space))
     assert {one.layout for one in every} == {layout}
     assert {one.policy for one in every} == policies
+
+
+@pytest.mark.parametrize(
+    ("layout", "policies"),
+    [("8", ("chunked",)), ("4 prefill + 2 decode", ("tetris",)), ("8 prefill + tp8 decode", ("seesaw",))],
+)
+def test_a_given_layout_with_more_devices_than_there_are_is_a_mistake(layout: str, policies: tuple[str, ...]) -> None:
+    space = replace(SPACE, layouts=(layout,), policies=policies, host_kv_gib=(64.0,))
+    with pytest.raises(ParameterError, match=r"devices, more than `gpus` \(4\)"):
+        list(candidates(space))
+    assert list(candidates(replace(space, max_gpus=8)))
 
 
 def test_a_family_differs_in_step_and_tier_alone() -> None:

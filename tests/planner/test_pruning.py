@@ -17,7 +17,7 @@ from longspan.planner.candidates import Candidate, Space, candidates
 from longspan.planner.demand import Demand, Size, demand_of
 from longspan.planner.pruning import Estimator, Kept, prune
 from longspan.planner.samples import Work
-from longspan.sim.spec import HardwareSpec, ServiceLevel
+from longspan.sim.spec import HardwareSpec, ServiceLevel, SloClass
 from longspan.workload.arrivals import Arrival, Workload, text
 from longspan.workload.spec import WorkloadSpec
 
@@ -35,12 +35,14 @@ def kept_of(setup: Setup, space: Space, demand: Demand, attainment: float = 0.9)
         assert isinstance(cost, RooflineCost)
         return cost.lines[0]
 
-    return prune(candidates(space), Estimator(line, demand, setup.level), setup.level, attainment)
+    return prune(candidates(space), Estimator(line, demand, setup.level), attainment)
 
 
-def question(rate: float, *, model: str = "llama-3-8b", ttft: float = 4.0, tbt: float = 0.1) -> tuple[Setup, Demand]:
+def question(
+    rate: float, *, model: str = "llama-3-8b", ttft: float = 4.0, tbt: float = 0.1, level: ServiceLevel | None = None
+) -> tuple[Setup, Demand]:
     spec = WorkloadSpec(workload="short", rate=rate)
-    level = ServiceLevel(slo_ttft=ttft, slo_tbt=tbt)
+    level = level or ServiceLevel(slo_ttft=ttft, slo_tbt=tbt)
     setup = Setup(model=model, devices=HardwareSpec(), gpus_per_host=8, profiles=(), workload=spec, level=level)
     return setup, demand_of(sample_of(spec, 0, 200, rate), rate)
 
@@ -83,6 +85,24 @@ def test_reasons(rate: float, model: str, ttft: float, tbt: float, words: str) -
     setup, demand = question(rate, model=model, ttft=ttft, tbt=tbt)
     kept = kept_of(setup, space(128 if rate > 10 else 8, policies=("chunked",)), demand)
     assert any(words in one.reason for one in kept.pruned), {one.reason for one in kept.pruned}
+
+
+@pytest.mark.parametrize("tbt", [None, 0.1])
+def test_bounds_of_classes_prune_as_the_same_bounds_of_all_requests(tbt: float | None) -> None:
+    whole = ServiceLevel(slo_ttft=4.0, slo_tbt=tbt)
+    every = SloClass(name="all", slo_ttft=4.0, slo_tbt=tbt)
+    halves = SloClass(name="short", max_input_len=8000, slo_ttft=4.0, slo_tbt=tbt)
+    levels = [
+        whole,
+        ServiceLevel(classes=(every,)),
+        ServiceLevel(slo_ttft=1e-6, slo_tbt=1e-6, classes=(every,)),
+        ServiceLevel(slo_ttft=4.0, slo_tbt=tbt, classes=(halves,)),
+    ]
+    results = [kept_of(question(1.0, level=level)[0], space(4), question(1.0)[1]) for level in levels]
+    assert all(one.forecasts.keys() == results[0].forecasts.keys() for one in results)
+    assert all({row.reason for row in one.pruned} == {row.reason for row in results[0].pruned} for one in results[1:3])
+    no_bound = ServiceLevel(classes=(SloClass(name="b", max_input_len=1, slo_ttft=1e-6),))
+    assert kept_of(question(0.1, level=no_bound)[0], space(2), question(0.1)[1]).forecasts
 
 
 def test_if_no_candidate_can_meet_the_level_the_nearest_are_kept() -> None:

@@ -49,6 +49,7 @@ class Formula:
             goodput_per_s=share * rate,
             tokens_per_s=100.0,
             ttft_p99_s=2 - share,
+            bound_ratios={"TTFT": 2 - share},
             tbt_p99_s=0.01,
             num_requests=work.num_requests,
         )
@@ -106,8 +107,12 @@ def test_every_candidate_is_ranked_or_left_out_with_a_number() -> None:
     attainments = {candidate(n, budget): 0.97 if n > 5 else 0.4 for n in range(1, 17) for budget in (2048, 4096)}
     found = search(attainments)
     forecasts = {one: replace(Forecast.unknown(), tightness=2 - value) for one, value in attainments.items()}
+    assert isinstance(found.simulate, Formula)
+    current = candidate(16, 99, policy="auto")
+    found.simulate.attainments = {**attainments, current: 1.0}
+    found.include(current, 16.0)
     left_out = found.unsimulated(forecasts)
-    assert {one.candidate for one in left_out} | found.scored.keys() == attainments.keys()
+    assert {one.candidate for one in left_out} | found.scored.keys() == {*attainments, current}
     assert all(any(letter.isdigit() for letter in one.reason) for one in left_out)
     ranked, winner, baseline, notes = ranked_of(found.sorted(), QUESTION, str)
     assert winner is ranked[0] and winner.on_front and winner.meets and not winner.lost_because
@@ -138,10 +143,36 @@ def test_a_winner_that_gains_nothing_is_said_not_to_beat_the_baseline() -> None:
     assert "The winner beats" in notes[0] and "+1" in notes[0]
 
 
+@pytest.mark.parametrize("meets", [True, False])
+def test_a_layout_with_more_devices_than_the_question_has_is_no_winner(meets: bool) -> None:
+    attainments = {candidate(8): 0.95 if meets else 0.7, candidate(16): 0.99}
+    ordered = search(attainments).sorted()
+    ranked, winner, baseline, _ = ranked_of(ordered, replace(QUESTION, num_gpus=8), str)
+    assert winner is not None and baseline is not None and winner.num_gpus == baseline.num_gpus == 8
+    assert [row.lost_because for row in ranked if row.num_gpus == 16] == [
+        "takes 16 devices, more than the 8 of the question"
+    ]
+    assert ranked_of(ordered, replace(QUESTION, num_gpus=4), str)[1] is None
+
+
+def test_no_round_has_fewer_requests_than_the_minimum() -> None:
+    sizes: set[int] = set()
+    formula = Formula({candidate(n): 0.97 for n in range(1, 9)})
+
+    def simulate(work: Sequence[Work]) -> dict[Work, Outcome]:
+        sizes.update(one.num_requests for one in work)
+        return formula(work)
+
+    costs = {one: float(one.num_gpus) for one in formula.attainments}
+    options = {"level": LEVEL, "attainment": 0.9, "num_seeds": 4, "num_requests": 240, "costs": costs}
+    Search(simulate=simulate, min_requests=192, **options).run(dict.fromkeys(costs, Forecast.unknown()))
+    assert sizes == {192, 240}
+
+
 @given(st.floats(0.05, 0.89))
 def test_the_highest_rate_is_found_to_5_percent(attainment: float) -> None:
     one = candidate(8)
-    rate = max_rate(Formula({one: attainment}), [one], 10.0, num_requests=100, seeds=4, attainment=0.9)
+    rate = max_rate(Formula({one: attainment}), one, 10.0, num_requests=100, seeds=4, attainment=0.9)
     assert rate is not None
     assert rate <= 10 * attainment / 0.9 * 1.01 and rate * 1.06 >= 10 * attainment / 0.9
 

@@ -19,14 +19,18 @@ def ranked_of(
 ) -> tuple[tuple[Ranked, ...], Ranked | None, Ranked | None, tuple[str, ...]]:
     """Return all simulated candidates, the winner, the baseline, and sentences about the choice.
 
+    The winner and the baseline have at most the devices of the question. The current layout may have more.
+
     Args:
         ordered: candidates with the longest samples first, best first.
     """
     able = [scored for scored in ordered if scored.problem is None]
-    if not able:
-        return (), None, None, tuple(f"{one.candidate} cannot run: {one.problem}" for one in ordered[:1])
-    longest = max(scored.num_requests for scored in able)
-    final = [scored for scored in able if scored.num_requests == longest]
+    eligible = [scored for scored in able if scored.candidate.num_gpus <= question.num_gpus]
+    if not eligible:
+        problems = [scored for scored in ordered if scored.problem is not None]
+        return (), None, None, tuple(f"{one.candidate} cannot run: {one.problem}" for one in problems[:1])
+    longest = max(scored.num_requests for scored in eligible)
+    final = [scored for scored in eligible if scored.num_requests == longest]
     best = min(final, key=lambda one: order_key(one, question.level, question.attainment))
     front = _front(final)
     rows = {
@@ -38,7 +42,7 @@ def ranked_of(
         candidate: row if row is winner else replace(row, lost_because=_why_lost(row, winner, question))
         for candidate, row in rows.items()
     }
-    static = [scored for scored in able if scored.candidate.is_static]
+    static = [scored for scored in eligible if scored.candidate.is_static]
     baseline = min(
         static, key=lambda one: (-one.num_requests, order_key(one, question.level, question.attainment)), default=None
     )
@@ -76,6 +80,7 @@ def _ranked(scored: Scored, question: Question, command: str, *, on_front: bool)
         tokens_per_s_per_gpu=interval([outcome.tokens_per_s / num_gpus for outcome in outcomes]),
         ttft_p99_s=_interval_of([outcome.ttft_p99_s for outcome in outcomes]),
         tbt_p99_s=_interval_of([outcome.tbt_p99_s for outcome in outcomes]),
+        bound_ratios=scored.bound_ratios,
         attainment=interval([outcome.attainment for outcome in outcomes]),
         meets=scored.attainment >= question.attainment,
         on_front=on_front,
@@ -109,8 +114,10 @@ def _front(final: Sequence[Scored]) -> list[Scored]:
 
 def _why_lost(row: Ranked, winner: Ranked, question: Question) -> str:
     """Return one clause with a number."""
+    if row.num_gpus > question.num_gpus:
+        return f"takes {row.num_gpus} devices, more than the {question.num_gpus} of the question"
     if winner.meets and not row.meets:
-        return _missed(row, question)
+        return _missed(row)
     cost, least = question.cost(row.candidate), question.cost(winner.candidate)
     if winner.meets and cost > least:
         return f"takes {cost:.4g} {'per hour' if question.prices else 'devices'} instead of {least:.4g}"
@@ -130,14 +137,11 @@ def _why_lost(row: Ranked, winner: Ranked, question: Question) -> str:
     return late[0] if late else f"equal within {abs(best - mine) / best if best else 0:.1%} of goodput"
 
 
-def _missed(row: Ranked, question: Question) -> str:
+def _missed(row: Ranked) -> str:
     """Return the attainment, and the P99 that exceeds its bound the most."""
-    level = question.level
-    pairs = [("TTFT", row.ttft_p99_s, level.slo_ttft), ("TBT", row.tbt_p99_s, level.slo_tbt)]
-    late = [(own.mean / bound, name, own.mean) for name, own, bound in pairs if own is not None and bound is not None]
     text = f"{row.attainment.mean:.1%} of requests meet the level"
-    ratio, name, seconds = max(late, default=(0.0, "", 0.0))
-    return f"{text}, with a P99 {name} of {seconds:.3g} s" if ratio > 1 else text
+    ratio, name = max(((ratio, name) for name, ratio in row.bound_ratios.items()), default=(0.0, ""))
+    return f"{text}, with a P99 {name} at {ratio:.3g} times its bound" if ratio > 1 else text
 
 
 def _verdict(winner: Scored, baseline: Scored, question: Question) -> str:

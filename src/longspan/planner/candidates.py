@@ -9,6 +9,7 @@ from typing import Any
 
 from longspan.core.fleets import parse_fleet
 from longspan.core.splits import ParallelSpec
+from longspan.errors import ParameterError
 
 STATIC = "chunked"
 """The policy of static layouts: each request runs on one instance."""
@@ -148,12 +149,15 @@ class Space:
 
 
 def candidates(space: Space) -> Iterator[Candidate]:
-    """Yield all candidates of a space."""
+    """Yield all candidates of a space. Raise ParameterError for given layouts with more devices than there are."""
     for hardware, (spec, decode, policy) in product(space.hardware, list(_layouts(space))):
         for budget, gib in product(space.step_budgets, space.host_kv_gib):
             if policy == "seesaw" and not gib:
                 continue  # it keeps KV on hosts while clusters change
             layout = Candidate(hardware=hardware, spec=spec, decode=decode, policy=policy)
+            if layout.num_gpus > space.max_gpus:
+                problem = f"has {layout.layout} with {layout.num_gpus} devices, more than `gpus` ({space.max_gpus})"
+                raise ParameterError("layouts", f"{problem}: give more devices or another layout", layout.layout)
             yield replace(layout, max_num_batched_tokens=budget, host_kv_gib=gib)
 
 

@@ -14,11 +14,12 @@ _MAX_SIZES = 96
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The tokens of a request. `cached` is the longest prefix that an earlier request had."""
+    """The tokens of a request, and the class that it names. `cached` is the longest prefix of an earlier request."""
 
     prompt: int
     cached: int
     output: int
+    slo_class: str = ""
 
     @property
     def new(self) -> int:
@@ -68,7 +69,7 @@ def demand_of(workload: Workload, rate: float) -> Demand:
 
     Cached tokens assume a cache of infinite size.
     """
-    sizes = sorted(_sizes(workload.arrivals), key=lambda size: (size.prompt, size.new, size.output))
+    sizes = sorted(_sizes(workload.arrivals), key=lambda size: (size.prompt, size.new, size.output, size.slo_class))
     num = min(_MAX_SIZES, len(sizes))
     sample = tuple(sizes[(2 * index + 1) * len(sizes) // (2 * num)] for index in range(num))
     return Demand(sizes=sample, rate=rate if rate > 0 else math.inf, shares=workload.shares)
@@ -83,10 +84,8 @@ def _sizes(arrivals: Sequence[Arrival]) -> list[Size]:
             cached = before.prompt + before.output
         else:
             cached = _cached(arrival.prompt, seen)
-        size = Size(prompt=len(arrival.prompt), cached=cached, output=arrival.output_len)
-        if arrival.follows is not None:
-            size = Size(prompt=cached + size.prompt, cached=cached, output=size.output)
-        sizes.append(size)
+        prompt = len(arrival.prompt) + (0 if arrival.follows is None else cached)
+        sizes.append(Size(prompt=prompt, cached=cached, output=arrival.output_len, slo_class=arrival.slo_class))
     return sizes
 
 

@@ -14,7 +14,7 @@ from longspan.cost.forward import Roofline
 from longspan.planner.candidates import STATIC, Candidate
 from longspan.planner.demand import Demand, Size
 from longspan.planner.values import Pruned
-from longspan.sim.spec import ServiceLevel
+from longspan.sim.spec import ServiceLevel, SloClass
 
 SLACK = 1.25
 """Factor of the errors of estimates. A candidate is pruned only if it misses a bound by more than this."""
@@ -126,7 +126,9 @@ class Estimator:
     """Forecasts candidates for a demand. Instances with the same hardware and degrees share their estimates."""
 
     def __init__(self, lines: Lines, demand: Demand, level: ServiceLevel) -> None:
-        self._lines, self._demand, self._level = lines, demand, level
+        self._lines, self._demand = lines, demand
+        self.bounds = tuple(level.of(size.slo_class, size.prompt) for size in demand.sizes)
+        """The class of service level of each sampled request."""
         self._instances: dict[tuple[str, int, int], Instance | str] = {}
 
     def instance(self, hardware: str, tp: int, pp: int) -> Instance | str:
@@ -157,13 +159,13 @@ class Estimator:
     def _forecast(
         self, candidate: Candidate, prefill: tuple[int, Instance, float], decode: tuple[int, Instance, float]
     ) -> Forecast:
-        demand, level = self._demand, self._level
+        demand = self._demand
         (num_prefill, first, _), (num_decode, last, last_tokens) = prefill, decode
         step = candidate.max_num_batched_tokens or _STEP
         group = 1 if candidate.policy in {STATIC, "seesaw"} else num_prefill
         rate = 0.0 if math.isinf(demand.rate) else demand.rate
         prefill_load = rate * first.occupied_s / num_prefill
-        max_tbt_s = math.inf if level.slo_tbt is None else level.slo_tbt * SLACK
+        max_tbt_s = SLACK * max(bound.slo_tbt or math.inf for bound in self.bounds)
         decode_load = rate * demand.mean_output / (num_decode * last.decode_rate(step, max_tbt_s))
         load = max(prefill_load, decode_load)
         batch = max(1, min(_MAX_SEQS, round(decode_load * _MAX_SEQS / 2)))
@@ -177,9 +179,12 @@ class Estimator:
         shared = 1.0 if group == 1 else group * _SHARED_EFFICIENCY
         servers = num_prefill if group == 1 else 1
         waits_s = _wait_s(load, servers, first.occupied_s * (1 if group == 1 else 1 / shared), _spread(first))
-        ttft_s = _TAIL * waits_s + alone_s[int(0.9 * (len(alone_s) - 1))] / shared
-        bounds = [(ttft_s, level.slo_ttft), (tbt_s, level.slo_tbt)]
-        ratios = [value / bound for value, bound in bounds if bound is not None]
+        ttft_s = _TAIL * waits_s + _slow(alone_s) / shared
+        ratios = []
+        for bound in set(self.bounds):
+            own_s = [seconds for seconds, own in zip(alone_s, self.bounds, strict=True) if own == bound]
+            times_s = (_TAIL * waits_s + _slow(own_s) / shared, bound.slo_ttft), (tbt_s, bound.slo_tbt)
+            ratios += [time_s / max_s for time_s, max_s in times_s if max_s is not None]
         if not rate:
             ratios = [
                 first.occupied_s / num_prefill + demand.mean_output / (num_decode * last.decode_rate(step, math.inf))
@@ -191,8 +196,13 @@ class Estimator:
             ttft_s=ttft_s,
             tbt_s=tbt_s,
             refused=demand.share_above(last_tokens * (1 if group == 1 else num_decode)),
-            tightness=max(load, *(min(ratio, _OVERLOADED * load) if rate else ratio for ratio in ratios)),
+            tightness=max([load, *(min(ratio, _OVERLOADED * load) if rate else ratio for ratio in ratios)]),
         )
+
+
+def _slow(times_s: Sequence[float]) -> float:
+    """Return the time of a slow request. Times are in order of prompt length."""
+    return times_s[int(0.9 * (len(times_s) - 1))]
 
 
 def _interleaved_s(step_s: float, decode_s: float, queued_s: float, num_tokens: int) -> float:
@@ -222,7 +232,7 @@ class Kept:
     pruned: tuple[Pruned, ...]
 
 
-def prune(candidates: Iterable[Candidate], estimator: Estimator, level: ServiceLevel, attainment: float) -> Kept:
+def prune(candidates: Iterable[Candidate], estimator: Estimator, attainment: float) -> Kept:
     """Divide candidates by estimates, and give the reason for each pruned one.
 
     Candidates that cannot run are always pruned. Other candidates are pruned for a service level only if
@@ -236,7 +246,7 @@ def prune(candidates: Iterable[Candidate], estimator: Estimator, level: ServiceL
             pruned.append(Pruned(candidate=candidate, reason=forecast))
             continue
         forecasts[candidate] = forecast
-        if (reason := misses(forecast, level, attainment)) is not None:
+        if (reason := misses(forecast, estimator.bounds, attainment)) is not None:
             missing.append(Pruned(candidate=candidate, reason=reason))
     if len(missing) < len(forecasts):
         for one in missing:
@@ -248,19 +258,20 @@ def prune(candidates: Iterable[Candidate], estimator: Estimator, level: ServiceL
     return Kept(forecasts=forecasts, pruned=(*pruned, *dominated))
 
 
-def misses(forecast: Forecast, level: ServiceLevel, attainment: float) -> str | None:
+def misses(forecast: Forecast, bounds: Sequence[SloClass], attainment: float) -> str | None:
     """Return why a candidate surely misses the service level. None if it may meet it."""
     if forecast.refused > 1 - attainment and forecast.refused:
         return f"{forecast.refused:.0%} of requests exceed the KV memory"
     if forecast.load > SLACK:
         return f"the rate is {forecast.load:.2f} times the estimated capacity"
-    if level.slo_ttft is not None:
-        late = [seconds for seconds in forecast.least_ttfts_s if seconds > SLACK * level.slo_ttft]
-        if len(late) > (1 - attainment) * len(forecast.least_ttfts_s):
-            share = len(late) / len(forecast.least_ttfts_s)
-            return f"{share:.0%} of prompts need at least {min(late):.3g} s without load, above {level.slo_ttft:g} s"
-    if level.slo_tbt is not None and forecast.least_tbt_s > SLACK * level.slo_tbt:
-        return f"a decode alone takes {forecast.least_tbt_s * 1e3:.3g} ms per token, above {level.slo_tbt * 1e3:g} ms"
+    pairs = zip(forecast.least_ttfts_s, (bound.slo_ttft or math.inf for bound in bounds), strict=True)
+    late = [(seconds, max_s) for seconds, max_s in pairs if seconds > SLACK * max_s]
+    if len(late) > (1 - attainment) * len(bounds):
+        (seconds, max_s), share = min(late), len(late) / len(bounds)
+        return f"{share:.0%} of prompts need at least {seconds:.3g} s without load, above {max_s:g} s"
+    slow = [bound.slo_tbt for bound in bounds if bound.slo_tbt and forecast.least_tbt_s > SLACK * bound.slo_tbt]
+    if len(slow) > (1 - attainment) * len(bounds):
+        return f"a decode alone takes {forecast.least_tbt_s * 1e3:.3g} ms per token, above {max(slow) * 1e3:g} ms"
     return None
 
 

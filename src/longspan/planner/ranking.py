@@ -26,7 +26,7 @@ the queue has not grown yet.
 _KEPT, _SHARE = 4, 4
 """Candidates of a cost that stay for the next round: at least, and as a fraction. Short samples do not order more."""
 _LEAST_REQUESTS = 30
-"""Requests of the smallest sample of a seed."""
+"""Requests of the smallest sample of a seed. Closed loops have their own minimum."""
 _QUOTAS = {STATIC: 5, "auto": 4}
 """Layouts of a policy that are simulated first for a number of devices, best forecast first. 1 of other policies."""
 _FIRST = 24
@@ -90,10 +90,16 @@ class Scored:
         return None if None in values else fmean(values)
 
     def tightness(self, level: ServiceLevel) -> float:
-        """Return the larger ratio of the P99 times to their bounds, or P99 TTFT without bounds."""
-        pairs = [(self.mean_p99_s("ttft_p99_s"), level.slo_ttft), (self.mean_p99_s("tbt_p99_s"), level.slo_tbt)]
-        ratios = [math.inf if value is None else value / bound for value, bound in pairs if bound is not None]
-        return max(ratios) if ratios else self.mean_p99_s("ttft_p99_s") or math.inf
+        """Return the largest ratio of P99 times to their bounds, or P99 TTFT without bounds."""
+        if level.is_given:
+            return max(self.bound_ratios.values(), default=math.inf)
+        return self.mean_p99_s("ttft_p99_s") or math.inf
+
+    @property
+    def bound_ratios(self) -> dict[str, float]:
+        """P99 times relative to their bounds, as means over the seeds that have them."""
+        every = [outcome.bound_ratios for outcome in self.outcomes]
+        return {name: fmean(one[name] for one in every if name in one) for one in every for name in one}
 
     @property
     def _margin(self) -> float:
@@ -129,6 +135,7 @@ class Search:
         simulate: runs simulations.
         costs: the price or the devices of a candidate.
         num_requests: requests of each seed in the last round.
+        min_requests: requests of each seed in the first round, at least, if the last round has as many.
         scored: all simulated candidates, with the outcomes of their longest samples.
     """
 
@@ -138,11 +145,12 @@ class Search:
     num_seeds: int
     num_requests: int
     costs: Mapping[Candidate, float]
+    min_requests: int = _LEAST_REQUESTS
     scored: dict[Candidate, Scored] = field(default_factory=dict)
 
     def run(self, forecasts: Mapping[Candidate, Forecast]) -> None:
         """Simulate the candidates that may be the best."""
-        first = min(self.num_requests, max(_LEAST_REQUESTS, self.num_requests // _FIRST_SHARE))
+        first = min(self.num_requests, max(_LEAST_REQUESTS, self.min_requests, self.num_requests // _FIRST_SHARE))
         measured = self._first_round(forecasts, first)
         measured += self._variants(forecasts, self._survivors(self._sorted(measured)), first)
         measured = self._survivors(self._sorted(measured))
@@ -162,7 +170,7 @@ class Search:
         """Return the candidates that the search left out, with the number that decided."""
         ordered = self.sorted()
         families = {scored.candidate.family: scored for scored in reversed(ordered)}
-        best = {scored.cost: scored for scored in reversed(ordered)}
+        best = {scored.cost: scored for scored in reversed(ordered) if scored.candidate in forecasts}
         able = [scored for scored in ordered if scored.may_meet(self.attainment)]
         decisive = min(able, key=lambda scored: scored.cost) if able else ordered[0]
         left_out = []
@@ -331,29 +339,21 @@ def _first(
 
 def max_rate(
     simulate: Simulate,
-    candidates: Sequence[Candidate],
+    candidate: Candidate,
     rate: float,
     *,
     num_requests: int,
     seeds: int,
     attainment: float,
 ) -> float | None:
-    """Find the highest rate below `rate` that one of the candidates serves within the level, to 5 %.
+    """Find the highest rate below `rate` that a candidate serves within the level, to 5 %.
 
     Return None if that is less than a 64th.
     """
 
     def passes(lower: float) -> bool:
-        work = [
-            Work(candidate=candidate, seed=seed, num_requests=num_requests, rate=lower)
-            for candidate in candidates
-            for seed in range(seeds)
-        ]
-        outcomes = simulate(work)
-        return any(
-            fmean(outcomes[one].attainment for one in work if one.candidate == candidate) >= attainment
-            for candidate in candidates
-        )
+        work = [Work(candidate=candidate, seed=seed, num_requests=num_requests, rate=lower) for seed in range(seeds)]
+        return fmean(outcome.attainment for outcome in simulate(work).values()) >= attainment
 
     low, high = rate / 2, rate
     while not passes(low):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import numpy as np
@@ -42,6 +42,7 @@ class Outcome:
     Attributes:
         headroom: the mean attainment at bounds from 0.6 to 1.6 times the level. It orders short samples, in which few
             requests decide the attainment.
+        bound_ratios: P99 times relative to their bounds: "TTFT", "TBT", or "TTFT of CLASS" for requests of a class.
         tbt_p99_s: P99 over requests of the mean time between tokens, to which `slo_tbt` applies.
     """
 
@@ -51,6 +52,7 @@ class Outcome:
     tokens_per_s: float = 0.0
     ttft_p99_s: float | None = None
     tbt_p99_s: float | None = None
+    bound_ratios: Mapping[str, float] = field(default_factory=dict)
     num_requests: int = 0
     problem: str | None = None
 
@@ -58,7 +60,8 @@ class Outcome:
 def window(workload: Workload, seed: int, num: int, rate: float) -> Workload:
     """Return `num` consecutive requests of a trace at a rate. Seeds begin at different requests.
 
-    The trace repeats after its end. A window begins with the first turn of a conversation.
+    The trace repeats after its end, with other tokens: a repeated prompt has no cached prefix of an earlier lap.
+    A window begins with the first turn of a conversation.
     """
     arrivals = workload.arrivals
     start = round(len(arrivals) * (seed * 0.618034 % 1)) % len(arrivals)
@@ -69,6 +72,8 @@ def window(workload: Workload, seed: int, num: int, rate: float) -> Workload:
     for index in range(start, start + num):
         lap, place = divmod(index, len(arrivals))
         arrival = arrivals[place]
+        if lap:
+            arrival = replace(arrival, cache_salt=f"{arrival.cache_salt} lap {lap}")
         if arrival.follows is None:
             arrival = replace(arrival, due_s=arrival.due_s + lap * period_s - arrivals[start].due_s)
         else:
@@ -82,7 +87,8 @@ def outcome_of(result: Result, workload: Workload, level: ServiceLevel, rate: fl
     """Return the numbers of a run at a rate, without its first requests.
 
     Requests that all arrive at the start have no steady state, so all are counted, per second until the last answer.
-    In a closed loop, and in conversations, requests wait for answers. They count per second in which they arrived.
+    In a closed loop, and in conversations, requests wait for answers. The rate is then that of all answers from the
+    first counted arrival to the last counted answer.
     """
     offline = math.isinf(rate) and workload.clients is None
     first = 0 if offline else int(_WARM_UP * len(workload.arrivals))
@@ -93,14 +99,15 @@ def outcome_of(result: Result, workload: Workload, level: ServiceLevel, rate: fl
     )
     num = len(counted.served) + len(counted.refused)
     attainment = counted.attainment(level)
-    arrived_s = [request.arrival_s for request in counted.served]
     if offline:
         arrivals_per_s = num / result.makespan_s if result.makespan_s else 0.0
     elif workload.clients is None and workload.arrivals[-1].follows is None:
         arrivals_per_s = rate
     else:
-        span_s = max(arrived_s, default=0.0) - min(arrived_s, default=0.0)
-        arrivals_per_s = num / span_s if span_s else 0.0
+        start_s = min((request.arrival_s for request in counted.served), default=0.0)
+        end_s = max((request.finished_s for request in counted.served), default=0.0)
+        num_ended = sum(start_s < request.finished_s <= end_s for request in result.served) + len(counted.refused)
+        arrivals_per_s = num_ended / (end_s - start_s) if end_s > start_s else 0.0
     return Outcome(
         attainment=attainment,
         headroom=fmean(counted.attainment(_scaled(level, factor)) for factor in _HEADROOMS),
@@ -108,8 +115,20 @@ def outcome_of(result: Result, workload: Workload, level: ServiceLevel, rate: fl
         tokens_per_s=result.num_tokens / result.makespan_s if result.makespan_s else 0.0,
         ttft_p99_s=percentile(counted.ttfts_s, 99),
         tbt_p99_s=percentile(counted.tpots_s, 99),
+        bound_ratios=_bound_ratios(counted, level),
         num_requests=len(workload.arrivals),
     )
+
+
+def _bound_ratios(result: Result, level: ServiceLevel) -> dict[str, float]:
+    """Return the P99 times of each class relative to its bounds, by their names."""
+    classes, ratios = {one.name: one for one in level.classes}, {}
+    for name, own in result.by_class(level).items():
+        bound, suffix = (classes[name], f" of {name}") if name in classes else (level, "")
+        for time, values_s, max_s in (("TTFT", own.ttfts_s, bound.slo_ttft), ("TBT", own.tpots_s, bound.slo_tbt)):
+            if max_s is not None and (value_s := percentile(values_s, 99)) is not None:
+                ratios[time + suffix] = value_s / max_s
+    return ratios
 
 
 def _scaled(level: ServiceLevel, factor: float) -> ServiceLevel:

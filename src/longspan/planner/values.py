@@ -62,6 +62,7 @@ class Ranked:
         tokens_per_s_per_gpu: tokens of prompts and outputs.
         ttft_p99_s, tbt_p99_s: P99 over requests of the time to first token, and of the mean time between tokens, to
             which the service level applies. None if a seed has no value.
+        bound_ratios: P99 times relative to their bounds, by the name of the time and of the class.
         attainment: the fraction of requests that meet the service level.
         meets: whether the mean attainment is at least the given one.
         on_front: no other candidate is at least as good in GPUs or price, goodput, P99 TTFT and P99 TBT.
@@ -77,6 +78,7 @@ class Ranked:
     tokens_per_s_per_gpu: Interval
     ttft_p99_s: Interval | None
     tbt_p99_s: Interval | None
+    bound_ratios: Mapping[str, float] = field(default_factory=dict)
     attainment: Interval
     meets: bool
     on_front: bool
