@@ -1,7 +1,7 @@
 """Seconds of fused attention, by one law from single-token decodes to whole prompts.
 
 A call reads keys and values, and computes pairs. The longer of both counts, plus the start, one term per sequence and
-one for splitting keys. docs/cost.md has the law, its sources and its errors.
+one for splitting keys. See docs/cost.md.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class FlashCurve:
             pairs: pairs of a query and a visible key.
             keys: number of keys read per KV head, of all sequences.
             sequences: all queries of a decode, else 1: prompts of one call fill the device together.
-            evenness: (sum of keys)² / sum of keys², per sequence of a decode. 1 if all have as many, less if a long
-                sequence reads nearly alone.
+            evenness: (sum of keys)² / sum of keys², per sequence of a decode. It is 1 if all have as many keys, and
+                less if a long sequence reads nearly alone.
             received: keys or queries of another member. They lie contiguously, and no tile is partly masked. Half of
                 the start and of the row seconds remain.
         """
