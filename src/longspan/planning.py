@@ -297,7 +297,10 @@ def _warnings(setup: Setup, num_requests: int, *chosen: Candidate | None) -> Ite
 
 def _current(setup: Setup, hardware: str, layout: str) -> Candidate:
     """Return the candidate of a layout, with the settings that a recording has."""
-    cluster = parse_fleet(layout)
+    try:
+        cluster = parse_fleet(layout)
+    except ParameterError as error:
+        raise ParameterError("current", error.problem, layout) from None
     header = next(iter(_headers(setup)), None)
     options = {} if header is None else {"max_num_batched_tokens": _ENGINE_STEP, **header["options"]}
     applied = {name: options[name] for name in ("max_num_batched_tokens", "host_kv_gib", *_RECORDED) if name in options}

@@ -106,7 +106,7 @@ def test_too_high_a_rate_prints_the_nearest_and_the_highest_rate(capsys: pytest.
         (("--hardware", "nope", "--slo-ttft", "1"), "nope"),
         (("--hardware", "a10,h1000", "--slo-ttft", "1"), "h1000"),
         (("--hardware", "h100-sxm-80g,h1000", "--gpus", "64", "--slo-ttft", "1"), "h1000"),
-        (("--hardware", "a10", "--slo-ttft", "1", "--current", "1xtp"), "1xtp"),
+        (("--hardware", "a10", "--slo-ttft", "1", "--current", "1xtp"), "--current '1xtp'"),
         (("--hardware", "h100-sxm-80g", "--slo-ttft", "1", "--current", "pp64"), "--current pp64 cannot run: pp(64)"),
         (("--hardware", "a10", "--profile", "x.json"), "--hardware and --profile exclude each other"),
         (("--hardware", "a10"), "--slo-ttft or --slo-tbt must be given"),
