@@ -308,7 +308,7 @@ def _current(setup: Setup, hardware: str, layout: str) -> Candidate:
         EngineArgs(**applied)
     except (TypeError, ValueError) as error:
         raise ParameterError(
-            "workload", f"{setup.workload.workload} has a header with an invalid option: {error}"
+            "workload", f"{setup.workload.workload} has a header with an invalid option ({error}): remove it"
         ) from None
     policy = "auto" if cluster.decode_spec is None else "tetris"
     policy_options = {} if header is None else header["policy_options"]
