@@ -153,15 +153,31 @@ def base_rate(spec: WorkloadSpec) -> float:
     return len(arrivals) / last_s if last_s else math.inf
 
 
-@lru_cache(maxsize=2)
 def whole(spec: WorkloadSpec) -> Workload:
-    """Return all requests of a trace. `num_requests` is the length of its samples."""
+    """Return all requests of a trace, read again after it changes. `num_requests` is the length of its samples."""
+    return _whole(spec, _version(spec))
+
+
+@lru_cache(maxsize=2)
+def _whole(spec: WorkloadSpec, _version: tuple[int, ...]) -> Workload:
     return make_workload(replace(spec, num_requests=None))
 
 
-@lru_cache(maxsize=16)
+def _version(spec: WorkloadSpec) -> tuple[int, ...]:
+    path = Path(spec.workload)
+    if not path.is_file():
+        return ()
+    state = path.stat()
+    return state.st_mtime_ns, state.st_size, state.st_ino
+
+
 def sample_of(spec: WorkloadSpec, seed: int, num: int, rate: float) -> Workload:
     """Return `num` requests at a rate: drawn by the seed, or a part of the trace that depends on the seed."""
+    return _sample(spec, seed, num, rate, _version(spec))
+
+
+@lru_cache(maxsize=16)
+def _sample(spec: WorkloadSpec, seed: int, num: int, rate: float, _version: tuple[int, ...]) -> Workload:
     num = max(spec.turns, num // spec.turns * spec.turns)
     if is_drawn(spec):
         drawn = replace(spec, seed=spec.seed + seed, num_requests=num)

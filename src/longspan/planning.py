@@ -130,20 +130,19 @@ def plan(
         workload=_finite(workload),
         level=level,
     )
-    rate = base_rate(setup.workload)
     question = Question(
         model=model,
         hardware=names,
         num_gpus=gpus,
         workload=workload.workload,
-        rate=rate,
+        rate=base_rate(setup.workload),
         level=level,
         attainment=attainment,
         prices=dict(prices or {}),
         is_measured=bool(measured),
     )
     _check(question, setup.workload)
-    demand = _demand(setup.workload, rate)
+    demand = _demand(setup.workload, base_rate(setup.workload))
     tiers = (0.0, _HOST_KV_GIB) if demand.shares or setup.workload.offline else (0.0,)
     space = Space(
         hardware=names,
@@ -157,33 +156,50 @@ def plan(
         step_budgets=tuple(step_budgets) or ((None,) if measured else STEP_BUDGETS),
         host_kv_gib=tuple(host_kv_gib) or tiers,
     )
-    forecasts, pruned = _forecasts(setup, space, demand, question)
-    num_requests = workload.num_requests or _num_requests(setup.workload, demand, forecasts)
     now = None if current is None else _current(setup, names[0], current)
     store = store_of(setup, names) if stores else None
     with Runner(setup, num_processes or limits.cores(), progress, store) as simulate:
-        search = Search(
-            simulate=simulate,
-            level=level,
-            attainment=attainment,
-            num_seeds=seeds,
-            num_requests=num_requests,
-            min_requests=_FILLS * _num_clients(setup.workload),
-            costs={candidate: question.cost(candidate) for candidate in forecasts},
+        return _answer(question, setup, space, demand, now=now, simulate=simulate, seeds=seeds)
+
+
+def _answer(
+    question: Question,
+    setup: Setup,
+    space: Space,
+    demand: Demand,
+    *,
+    now: Candidate | None,
+    simulate: Runner,
+    seeds: int,
+) -> Plan:
+    """Prune candidates by estimates. Simulate and rank the candidates that are kept, and the layout `now`."""
+    rate = base_rate(setup.workload)
+    forecasts, pruned = _forecasts(setup, space, demand, question)
+    num_requests = setup.workload.num_requests or _num_requests(setup.workload, demand, forecasts)
+    search = Search(
+        simulate=simulate,
+        level=question.level,
+        attainment=question.attainment,
+        num_seeds=seeds,
+        num_requests=num_requests,
+        min_requests=_FILLS * _num_clients(setup.workload),
+        costs={candidate: question.cost(candidate) for candidate in forecasts},
+    )
+    if now is not None:
+        search.include(now, question.cost(now))
+        if (problem := search.scored[now].problem) is not None:
+            raise ParameterError("current", f"{now.layout} cannot run: {problem}", now.layout)
+    search.run(forecasts)
+    if now is not None:
+        search.include(now, question.cost(now))  # a round may have replaced its long samples by short ones
+    ranked, winner, baseline, notes = ranked_of(search.sorted(), question, partial(_command, setup))
+    num_simulated, highest = simulate.num_requests, None
+    if winner is not None and not winner.meets and math.isfinite(rate) and question.level.is_given:
+        half = num_requests // 2
+        highest = max_rate(
+            simulate, winner.candidate, rate, num_requests=half, seeds=seeds, attainment=question.attainment
         )
-        if now is not None:
-            search.include(now, question.cost(now))
-            if (problem := search.scored[now].problem) is not None:
-                raise ParameterError("current", f"{current} cannot run: {problem}", current)
-        search.run(forecasts)
-        if now is not None:
-            search.include(now, question.cost(now))  # a round may have replaced its long samples by short ones
-        ranked, winner, baseline, notes = ranked_of(search.sorted(), question, partial(_command, setup))
-        highest = None
-        if winner is not None and not winner.meets and math.isfinite(rate) and level.is_given:
-            best, half = winner.candidate, num_requests // 2
-            highest = max_rate(simulate, best, rate, num_requests=half, seeds=seeds, attainment=attainment)
-        num_simulated = simulate.num_requests
+    chosen = None if winner is None else winner.candidate
     row = next((one for one in ranked if one.candidate == now), None)
     return Plan(
         question=question,
@@ -191,12 +207,12 @@ def plan(
         pruned=(*pruned, *search.unsimulated(forecasts)),
         winner=winner,
         baseline=baseline,
-        error=() if winner is None or measured else errors_of(winner.candidate, devices.attention or "flash"),
+        error=errors_of(chosen, setup.devices.attention or "flash") if chosen and not question.is_measured else (),
         max_rate=highest,
         num_simulated_requests=num_simulated,
         notes=(
             *notes,
-            *_warnings(setup, num_requests, winner.candidate if winner else None, now),
+            *_warnings(setup, num_requests, chosen, now),
             *_engine_notes(setup),
             *([] if now is None else _recorded_notes(setup, now)),
         ),

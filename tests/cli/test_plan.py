@@ -282,6 +282,17 @@ def test_files_are_read_again_after_they_change(tmp_path: Path, monkeypatch: pyt
     assert experiment_of(setup, candidate) is experiment_of(setup, candidate)
 
 
+def test_traces_and_quantiles_are_read_again_after_they_change(tmp_path: Path) -> None:
+    trace, lengths = tmp_path / "trace.jsonl", tmp_path / "lengths.json"
+    row = {"input_length": 100, "output_length": 5, "hash_ids": []}
+    for num, longest in ((9, 500), (12, 900)):
+        trace.write_text("\n".join(json.dumps(row | {"timestamp": 1000 * n}) for n in range(num)))
+        lengths.write_text(json.dumps({key: {"0": longest, "1": longest} for key in ("input_len", "output_len")}))
+        assert len(plan_runs.whole(WorkloadSpec(workload=str(trace))).arrivals) == num
+        drawn = plan_runs.sample_of(WorkloadSpec(workload=str(lengths)), 0, 4, 1.0)
+        assert {len(arrival.prompt) for arrival in drawn.arrivals} == {longest}
+
+
 def test_a_store_depends_on_all_code_that_simulates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_runs, "__file__", str(tmp_path / "plan_runs.py"))
     names = ("simulation.py", "csa_file.py", "plan_runs.py", "model/files.py", "sim/run.py", "cost/data/models.toml")

@@ -9,13 +9,13 @@ import pytest
 from one_part import part_of
 
 from longspan.core.cluster import Cluster
-from longspan.core.exchange import LOCAL, RING_KV
+from longspan.core.exchange import ALLTOALL, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.layouts import shard_span
 from longspan.core.runs import Run
 from longspan.core.steps import Forward, Part, Sample
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
-from longspan.cost.channels import Share, attention_s, shares_of
+from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, shares_of
 from longspan.cost.estimate import estimate_decode, estimate_prefill
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.layer_kinds import Windows
@@ -188,3 +188,18 @@ def test_steps_of_a_simulation_cost_as_much_as_estimates(config: dict[str, Any])
     keys = model.attention.seen(100) + model.attention.seen(16384)
     attended_s = 6 * attention_s(line.layer, Share(2, keys, keys, keys), keys=keys)
     assert seconds == pytest.approx(line.times([], {0: 2}, {0: 2})[0].total_s + attended_s, rel=0.01)
+
+
+def test_messages_of_latent_attention_by_hand() -> None:
+    """Two members of two ranks, 1,000 tokens each. Each rank sends the whole latent: 128 + 16 elements of 2 bytes."""
+    line, shares = on(model_of(LATENT), "2xtp2"), Shares([1000, 1000], [5e5, 5e5], [5e5, 5e5], [1000.0, 1000.0])
+
+    def num_bytes(exchange: Exchange) -> float:
+        channel = Channel(exchange=exchange, group=(0, 1), shares=shares, keys=2000, decode=False)
+        return cost_of(exchange).num_bytes(line.layer, channel)
+
+    latent, queries, outputs = 2 * 2 * (128 + 16), 8 * 2 * (48 + 16), 8 * 2 * 32
+    assert num_bytes(RING_KV) == num_bytes(GATHER_KV) == 2000 * latent
+    assert num_bytes(RING_Q) == 2000 * (queries + outputs + 8 * 4)
+    # Each token goes to one of two members with half of the heads, and its latent to the other member.
+    assert num_bytes(ALLTOALL) == 2000 * (queries + outputs + 2 * latent) / 2

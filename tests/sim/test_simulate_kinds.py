@@ -9,6 +9,7 @@ from longspan.core.options import SchedulingArgs
 from longspan.core.steps import MoveKV
 from longspan.cost.memory import USED_MEMORY
 from longspan.cost.step_cost import ReshardCost
+from longspan.errors import ParameterError
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment, read_architecture, simulate
 from longspan.workload.spec import WorkloadSpec
@@ -71,3 +72,9 @@ def test_resharding_copies_missing_weights() -> None:
     total = read_architecture("deepseek-v3").weight_bytes
     assert 0.2 * total < there.copied_bytes < total
     assert 0.2 * total < back.copied_bytes < 1.1 * total
+
+
+def test_expert_parallelism_needs_ranks_that_share_experts() -> None:
+    cluster = ClusterSpec(hardware="h100-sxm-80g", parallel="2", expert_parallel=True)
+    with pytest.raises(ParameterError, match=r"expert_parallel needs tp 2 or more.*: use a larger tp"):
+        make_experiment("qwen3-30b-a3b", cluster)

@@ -118,10 +118,6 @@ def estimate(
     device = read_device(hardware)
     devices = Devices(hardware=device, gpus_per_host=gpus_per_host, hosts=hosts, link=link, link_gbytes_per_s=rate)
     sizes = read_architecture(model, hardware_spec)
-    if hardware_spec.expert_parallel and spec.spec.tp == 1:
-        raise ParameterError(
-            "expert_parallel", "needs tp 2 or more, to share experts: use a larger tp, or leave it out"
-        )
     kernels, launch = hardware_spec.attention or "flash", hardware_spec.launch
     [cost] = rooflines(sizes, devices, spec, kernels, launch=launch)
     size, auto = spec.num_instances, RING_KV if phase == "prefill" else RING_Q

@@ -274,11 +274,10 @@ def _queries_s(
     Returns:
         The seconds of sending queries and of returning partial outputs, and the overhead.
     """
-    peers = len(group) - 1
-    width = layer.heads * layer.model.attention.head_dim * layer.bytes_per_element
+    peers, shape, element = len(group) - 1, layer.model.attention, layer.bytes_per_element
     return (
-        topology.alltoall_s(peers * queries * width, group),
-        topology.alltoall_s(peers * queries * (width + 4 * layer.heads), group),
+        topology.alltoall_s(peers * queries * (layer.heads * shape.head_dims[0] * element), group),
+        topology.alltoall_s(peers * queries * (layer.heads * shape.head_dims[1] * element + 4 * layer.heads), group),
         2 * hop_s(layer, topology, decode) + len(group) * merge_s(layer, queries),
     )
 
@@ -296,11 +295,11 @@ def _gather_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTim
 
 def _alltoall(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     members, shape, shares = len(channel.group), layer.model.attention, channel.shares
-    element = layer.bytes_per_element
-    outputs = max(shares.queries) * math.ceil(layer.heads / members) * shape.head_dim * element * (members - 1)
+    elements = max(shares.queries) * math.ceil(layer.heads / members)
+    queries, outputs = (elements * dims * layer.bytes_per_element * (members - 1) for dims in shape.head_dims)
     kv_heads = math.ceil(layer.kv_heads / members)
     keys = max(shares.held) * layer.kv_bytes * kv_heads / layer.kv_heads * (members - 1)
-    exposed_s = topology.alltoall_s(outputs + keys, channel.group) + topology.alltoall_s(outputs, channel.group)
+    exposed_s = topology.alltoall_s(queries + keys, channel.group) + topology.alltoall_s(outputs, channel.group)
     return ChannelTime(attention_s=by_heads_s(layer, channel), exposed_s=exposed_s)
 
 
@@ -322,32 +321,39 @@ def by_heads_s(layer: Layer, channel: Channel) -> float:
 
 
 def _ring_kv_bytes(layer: Layer, channel: Channel) -> float:
-    return (len(channel.group) - 1) * layer.model.attention.kv_bytes * sum(channel.shares.held)
+    return (len(channel.group) - 1) * _kv_bytes(layer) * sum(channel.shares.held)
+
+
+def _kv_bytes(layer: Layer) -> float:
+    """Return the bytes of a token's keys and values that all ranks of an instance send, with copies of KV heads."""
+    return layer.kv_bytes * layer.tp
 
 
 def _ring_q_bytes(layer: Layer, channel: Channel) -> float:
     """Return the bytes of queries and partial outputs, with a log-sum-exp of four bytes per head."""
     shape, queries = layer.model.attention, sum(channel.shares.queries)
-    per_query = shape.num_heads * (2 * shape.head_dim * layer.bytes_per_element + 4)
+    per_query = shape.num_heads * (sum(shape.head_dims) * layer.bytes_per_element + 4)
     return (len(channel.group) - 1) * queries * per_query
 
 
 def _alltoall_bytes(layer: Layer, channel: Channel) -> float:
     members, shape = len(channel.group), layer.model.attention
     kv_heads = max(shape.num_kv_heads, min(members, shape.num_heads))
-    rows = shape.num_heads * sum(channel.shares.queries) + kv_heads * sum(channel.shares.held)
-    return 2 * shape.head_dim * layer.bytes_per_element * rows * ((members - 1) / members)
+    per_query = shape.num_heads * sum(shape.head_dims) * layer.bytes_per_element
+    per_key = kv_heads / shape.num_kv_heads * _kv_bytes(layer)
+    rows = per_query * sum(channel.shares.queries) + per_key * sum(channel.shares.held)
+    return rows * ((members - 1) / members)
 
 
 def _gather_hidden_bytes(layer: Layer, channel: Channel) -> float:
     members, queries = len(channel.group), sum(channel.shares.queries)
     hidden = layer.model.attention.hidden_size * layer.bytes_per_element
-    return 2 * (members - 1) * queries * hidden + layer.model.attention.kv_bytes * queries * ((members - 1) / members)
+    return 2 * (members - 1) * queries * hidden + _kv_bytes(layer) * queries * ((members - 1) / members)
 
 
 def _chain_bytes(layer: Layer, channel: Channel) -> float:
     cached = cached_in_chain(channel)
-    return layer.model.attention.kv_bytes * sum(max(held, cached) for held in channel.shares.held[:-1])
+    return _kv_bytes(layer) * sum(max(held, cached) for held in channel.shares.held[:-1])
 
 
 def hop_s(layer: Layer, topology: Topology, decode: bool) -> float:
@@ -355,7 +361,7 @@ def hop_s(layer: Layer, topology: Topology, decode: bool) -> float:
 
 
 def merge_s(layer: Layer, queries: float) -> float:
-    elements = queries * layer.heads * layer.model.attention.head_dim
+    elements = queries * layer.heads * layer.model.attention.head_dims[1]
     return layer.stream_s(elements * layer.attention.merge_bytes)
 
 

@@ -286,9 +286,13 @@ def rooflines(
             raise ValueError(
                 f"tp({spec.tp}) ranks cannot share {model.attention.num_heads} query heads: use a smaller tp"
             )
-        if model.experts is not None and model.experts.are_whole and model.experts.number < spec.tp:
-            problem = f"tp({spec.tp}) ranks cannot share {model.experts.number} whole experts: use a smaller tp"
-            raise ParameterError("expert_parallel", problem, True)
+        if (experts := model.experts) is not None and experts.are_whole:
+            if spec.tp == 1:
+                problem = "needs tp 2 or more, to share experts: use a larger tp, or leave it out"
+                raise ParameterError("expert_parallel", problem, True)
+            if experts.number < spec.tp:
+                problem = f"tp({spec.tp}) ranks cannot share {experts.number} whole experts: use a smaller tp"
+                raise ParameterError("expert_parallel", problem, True)
     launch = launch or ("eager" if kernels == "eager" else "compiled")
     if kernels == "eager" != launch:
         problem = f"{launch} needs fused attention: leave it out, or choose attention flash"

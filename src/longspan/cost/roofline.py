@@ -326,7 +326,7 @@ class Layer:
         if not scores:
             return 0.0
         traffic_s = scores * heads * self.attention.score_bytes / (self.device.bytes_per_s * self.attention.score_part)
-        products = 4 * scores * heads * self.model.attention.head_dim
+        products = scores * heads * self.model.attention.pair_flops / self.model.attention.num_heads
         return traffic_s + products / (self._peak * self.efficiency.linear.compute) + self._read_s(keys, kv_heads)
 
     def _read_s(self, keys: float, kv_heads: float) -> float:

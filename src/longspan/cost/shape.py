@@ -55,10 +55,14 @@ class ModelShape:
         return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
 
     @property
+    def head_dims(self) -> tuple[int, int]:
+        """Elements of a query or key of one head, and of an output or value."""
+        return (self.latent.key_dim, self.latent.value_dim) if self.latent else (self.head_dim, self.head_dim)
+
+    @property
     def pair_flops(self) -> int:
         """Operations of attention for a pair of a query and a key in one layer, with keys and values of each head."""
-        dims = 2 * self.head_dim if self.latent is None else self.latent.key_dim + self.latent.value_dim
-        return 2 * self.num_heads * dims
+        return 2 * self.num_heads * sum(self.head_dims)
 
     def seen(self, num_tokens: float, num_queries: float = 1) -> float:
         """Return the keys that the last `num_queries` of `num_tokens` tokens attend to, as the mean over layers."""

@@ -141,7 +141,7 @@ def ring_kv_or_ring_q(
     """
     assert new_tokens >= 1 and num_members >= 2, f"{new_tokens} new tokens of {num_members} members"
     miss_rate = new_tokens / (new_tokens + cached_tokens)
-    equal_messages = 2 * shape.num_kv_heads / shape.num_heads
+    equal_messages = shape.kv_bytes / (shape.num_heads * shape.head_dims[0] * shape.bytes_per_element)
     # Bytes that the link carries while attention runs, in units of the bytes of the queries of all tokens.
     hidden = 4 * new_tokens * hardware.bytes_per_s / (num_members * hardware.flops_per_s * shape.bytes_per_element)
     late = max(miss_rate + hidden, 2 * miss_rate + hidden * (num_members - 2) / (num_members - 1))
