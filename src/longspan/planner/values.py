@@ -148,7 +148,7 @@ class Plan:
         baseline: the best static layout with policy `chunked`. None if none was simulated.
         error: errors of the model for the winner's hardware. Empty if nothing was measured on it.
         max_rate: the highest rate that the winner serves within the service level, if it misses it at the given rate.
-        num_simulated_requests: requests of all simulations of the search, without those for `max_rate`.
+        num_simulated_requests: requests of all simulations that the choice needs. `max_rate` needs further ones.
         notes: sentences about the search and the choice.
         current: the layout of the question that serves the workload now, if it names one.
     """
