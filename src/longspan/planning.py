@@ -172,7 +172,7 @@ def _answer(
     simulate: Runner,
     seeds: int,
 ) -> Plan:
-    """Prune candidates by estimates. Simulate and rank the remaining candidates and the layout `now`."""
+    """Simulate and rank the candidates that estimates do not prune, and the layout `now`."""
     rate = base_rate(setup.workload)
     forecasts, pruned = _forecasts(setup, space, demand, question)
     num_requests = setup.workload.num_requests or _num_requests(setup.workload, demand, forecasts)
