@@ -30,8 +30,8 @@ SIMULATION = (
     *("--prefill-parallel", "16", "--decode-parallel", "2xtp8"),
     *("--policy", "tetris", "--workload", "short", "--rate", "6", "--num-requests", "40"),
 )
-DRAWN = "#{} .main-svg"
-"""CSS selector of the plot that plotly draws for a picture."""
+DRAWN = "body[data-drawn]"
+"""CSS selector of a report whose plots are all drawn in their final sizes."""
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _DRAWING_MS = 60_000
 _DASHES = {"same": "solid", "rule": "dash"}
@@ -71,7 +71,7 @@ def main() -> int:
         page = Path(folder) / "page.html"
         subprocess.run([sys.executable, "-m", "longspan", *SIMULATION, "--report", str(page)], check=True)
         with opened(page) as report:
-            report.wait_for_selector(DRAWN.format("instances"))
+            report.wait_for_selector(DRAWN)
             report.locator("#instances").screenshot(path=PICTURE)
         _quality_figure(msgspec.json.decode(_QUALITY.read_bytes())).write_html(page)
         with opened(page) as drawn:
@@ -83,7 +83,7 @@ def main() -> int:
 def _draw_over_time(report: Path, path: Path) -> None:
     """Draw all charts over time of a page, with their titles."""
     with opened(report.resolve()) as page:
-        page.wait_for_selector(DRAWN.format("kv"))
+        page.wait_for_selector(DRAWN)
         first, last = (page.locator(f"#{name}").bounding_box() for name in ("instances", "kv"))
         assert first is not None and last is not None, "they are drawn"
         height = last["y"] + last["height"] - first["y"]

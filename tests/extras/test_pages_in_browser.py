@@ -77,7 +77,7 @@ def page(pages: dict[str, str], request: pytest.FixtureRequest, width: int, tmp_
         page.on("request", lambda sent: addresses.append(sent.url))
 
     with PICTURE["opened"](path, watch) as opened:
-        opened.wait_for_selector(".js-plotly-plot .main-svg")
+        opened.wait_for_selector(PICTURE["DRAWN"])
         yield opened
         assert complaints == [] and addresses == [opened.url]
 

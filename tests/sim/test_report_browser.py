@@ -46,8 +46,8 @@ def page(tmp_path_factory: pytest.TempPathFactory, watched: dict[str, list[str]]
         page.on("request", lambda request: watched["requests"].append(request.url))
 
     with PICTURE["opened"](report, watch) as opened:
-        for name in FIGURES:
-            opened.wait_for_selector(PICTURE["DRAWN"].format(name))
+        opened.wait_for_selector(PICTURE["DRAWN"])
+        assert all(opened.locator(f"#{name} .main-svg").count() for name in FIGURES)
         yield opened
 
 

@@ -5,8 +5,8 @@ const US = 1e6;
 const figures = [...document.querySelectorAll('.chart .js-plotly-plot')];
 const overTime = [...document.querySelectorAll('.chart.time .js-plotly-plot')];
 
-// The grid of charts has its widths only now.
-figures.forEach(figure => Plotly.Plots.resize(figure));
+// The grid of charts has its widths only now. Programs that read the page wait for `body[data-drawn]`.
+Promise.allSettled(figures.map(figure => Plotly.Plots.resize(figure))).then(() => { document.body.dataset.drawn = ''; });
 
 const seconds = us => (us / US).toFixed(3);
 
