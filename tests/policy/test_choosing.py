@@ -92,6 +92,17 @@ def test_the_quickest_exchange_is_taken() -> None:
     assert chains.exchange(4096, 0, (0, 1)) == CHAIN
 
 
+@pytest.mark.parametrize(("members", "exchange"), [(2, RING_KV), (3, RING_KV), (7, GATHER_KV), (8, GATHER_KV)])
+def test_an_unmeasured_number_of_members_takes_the_exchange_of_the_nearest_measured_one(
+    members: int, exchange: Exchange
+) -> None:
+    profile = machine(2, link_s=1e-5)
+    for one in machine(8, link_s=1e-5, exchanges=(GATHER_KV,)).prefills:
+        profile = profile if one.members == 1 else profile.with_measured(one)
+    chooser = Chooser(8, Facts(profile=profile), ZIGZAG)
+    assert chooser.exchange(4096, 0, tuple(range(members))) == exchange
+
+
 @pytest.mark.parametrize(
     "profile",
     [

@@ -61,10 +61,7 @@ class Chooser:
         return any(members > 1 for members, _ in self._decode_fits)
 
     def _answer_s(self, members: int, exchange: Exchange, context: int, answer_tokens: int) -> float:
-        """Predict the decode of an answer on the owners of its KV: all members, or one after a chain.
-
-        A group without measured decodes counts as one instance.
-        """
+        """Predict an answer on the owners of its KV. A group without measured decodes counts as one instance."""
         if not answer_tokens or (alone := self._decode_fits.get((1, LOCAL))) is None:
             return 0.0
         is_alone = self._options.leaves_kv_with_last(exchange)
@@ -72,15 +69,16 @@ class Chooser:
         return answer_tokens * fit.seconds(1, context)
 
     def _measured(self, group: tuple[int, ...]) -> dict[Exchange, Times]:
-        """Return the times of a group by exchange, measured over the class of link that it has."""
-        times, members = self._times_over(class_of(self._facts, group)), len(group)
-        return {each: times[members, each] for each in self._candidates if (members, each) in times}
+        """Return times by exchange over a group's class of link, of the nearest measured number of members."""
+        times = self._times_over(class_of(self._facts, group))
+        sizes = [size for size, each in times if size > 1 and each in self._candidates]
+        nearest = min(sizes, key=lambda size: abs(size - len(group)), default=0)
+        return {each: times[nearest, each] for each in self._candidates if (nearest, each) in times}
 
     def exchange(self, new_tokens: int, cached_tokens: int, group: tuple[int, ...], answer_tokens: int = 0) -> Exchange:
         """Return the exchange by which a group is expected to finish this chunk and its answer first.
 
-        Without measurements over its class of link use Algorithm 5, or `ring_kv` if the model or the hardware is
-        unknown.
+        Without measurements over its class of link use Algorithm 5, or `ring_kv` without a model or hardware.
 
         Args:
             answer_tokens: 0 for a chunk that does not end its prompt, because the last chunk decides the decode.
