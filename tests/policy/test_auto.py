@@ -18,9 +18,11 @@ from longspan.core.locations import Location
 from longspan.core.policy import NoOptions, Policy
 from longspan.core.view import ClusterView, Plan
 from longspan.errors import ParameterError
+from longspan.policy.auto import Auto
 from longspan.policy.auto.candidates import CandidateGroups, Costs, Load
 from longspan.policy.auto.estimates import Estimates
 from longspan.policy.auto.history import History
+from longspan.policy.auto.observation import Observation, Observer
 from longspan.policy.auto.waiting import Waiting, WaitingQueue
 from longspan.policy.batching import Batch, single_part
 from longspan.policy.facts import Facts
@@ -228,7 +230,90 @@ def test_prefills_avoid_instances_that_decode() -> None:
     assert made.parts_of(prompt)[0].group == (1 - home,)
 
 
+@pytest.mark.parametrize("short_s", [0.0, 0.002])
+def test_a_long_prompt_takes_not_all_instances_that_are_free_or_soon_free(short_s: float) -> None:
+    """Instances 2 and 3 are free, or compute short prompts. Instances 0 and 1 prefill for long."""
+    estimates = Estimates(machine(1, 2, 4, start_s=0.001), (), 4, None)
+    candidates = CandidateGroups([[0, 1, 2, 3]], estimates.sizes, {i: i for i in range(4)})
+    history = History(estimates.token_s)
+    for number in range(128):
+        history.add_prompt(number * 0.1, 0.005, 0.005, 10)
+    costs = Costs(candidates, estimates, history, 5.0, 3.0)
+    by_size, _ = estimates.prefills_s(50_000, 0, 8192)
+    waits_s = np.array([20.0, 20.0, short_s, short_s])
+    load = Load(wait_s=waits_s, token_s=np.ones(4), decodes=np.zeros(4), later=np.zeros(4))
+    request = Cluster(Setup()).add(range(10), max_tokens=2)
+    found = costs.of(Waiting(request, float(by_size.min()), 1e9), candidates.by_size(by_size), 0.0, 12.8, load)
+    assert not {2, 3} <= {*candidates.groups[int(found.argmin())]}
+
+
+@pytest.mark.parametrize(("number", "largest"), [(2, [1, 2]), (8, [4, 6, 7, 8]), (64, [48, 56, 60, 64])])
+def test_some_groups_leave_a_few_instances_free(number: int, largest: list[int]) -> None:
+    facts = machine(*(2**power for power in range(number.bit_length())), start_s=0.001)
+    estimates = Estimates(facts, (), number, None)
+    assert list(estimates.sizes[-len(largest) :]) == largest
+    whole_s, _ = estimates.prefills_s(100_000, 0, 8192)
+    assert whole_s.tolist() == sorted(whole_s, reverse=True), "more members are faster, also if unmeasured"
+
+
 # ---------------------------------------------------------------- where requests decode
+
+
+def test_requests_whose_kv_is_on_its_way_count_nowhere_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[Observation]()
+    observe = Observer.observe
+
+    def record(observer: Observer, view: ClusterView) -> Observation:
+        seen.append(observe(observer, view))
+        return seen[-1]
+
+    monkeypatch.setattr(Observer, "observe", record)
+    made = cluster(num_blocks=1000)
+    requests = [made.add([number] * length, max_tokens=30) for number, length in enumerate((4000, 10, 900, 2000, 10))]
+    made.run()
+    assert_lawful(made)
+    assert made.moves and any(len(made.parts_of(request)[0].group) > 1 for request in requests)
+    assert min(one.active.min() for one in seen) == 0
+    assert all((one.decodes >= one.active).all() for one in seen)
+
+
+def placed(waits_s: list[float], decodes: list[int]) -> int:
+    """Return the instance that decodes a short prompt of instance 0 with these prefills and decodes."""
+    made = cluster(len(waits_s), num_blocks=1000)
+    policy = made.policy
+    assert isinstance(policy, Auto)
+    number = np.array(decodes, float)
+    seen = Observation(
+        wait_s=np.array(waits_s),
+        decodes=number,
+        active=number,
+        context=10 * number,
+        free_blocks=np.full(len(number), 1000.0),
+        free_slots=np.full(len(number), 100.0),
+    )
+    request = made.add(range(10), max_tokens=100)
+    [target] = policy._placement.targets(request, (0,), seen, 0.0) or [Target(0, 1)]
+    return target.instance
+
+
+def test_answers_avoid_instances_whose_prefills_go_on() -> None:
+    assert placed([0.0, 0.0, 0.0, 0.0], [0, 0, 0, 3]) == 2, "half of the instances are usual"
+    assert placed([0.0, 0.0, 60.0, 0.0], [0, 0, 0, 3]) == 3
+    assert placed([0.0, 0.0, 60.0, 60.0], [0, 0, 0, 3]) in {0, 1}, "no usual instance is as quick"
+
+
+def test_few_long_prompts_that_take_most_of_the_time_are_noticed() -> None:
+    history = History(0.01)
+    for number in range(40):
+        history.add_prompt(number, 0.1, 0.05, 200)
+    assert not history.has_long_prompts
+    for number in range(3):
+        history.add_prompt(40 + number, 40.0, 6.0, 150_000)
+    assert history.has_long_prompts
+    alike = History(0.01)
+    for number in range(40):
+        alike.add_prompt(number, 40.0, 6.0, 150_000)
+    assert not alike.has_long_prompts
 
 
 def test_blocks_that_the_target_computes_are_not_sent() -> None:

@@ -131,8 +131,12 @@ class Costs:
         return costs
 
     def _held_up_s(self, seconds: Numbers, wait_s: Numbers, requests_per_s: float) -> Numbers:
-        """Return the seconds that a usual prompt waits longer while each group prefills: [num_groups]."""
-        free, usual_s = wait_s <= 0, self.history.usual_s
+        """Return the seconds that a usual prompt waits longer while each group prefills: [num_groups].
+
+        An instance that is free within the time of a usual prompt counts as free.
+        """
+        usual_s = self.history.usual_s
+        free = wait_s <= usual_s
         queues_s = _queues_s(int(free.sum()), requests_per_s, usual_s)
         longest_s = np.maximum(0.0, seconds / 2 - usual_s)
         behind_s = queues_s[-1 - self.candidates.sum(free.astype(float)).astype(int)]

@@ -25,6 +25,8 @@ _EFFICIENCY, _MIN_EFFICIENCY = 0.9, 2 / 3
 """Wanted fraction of a step that prefills and decodes for the tokens of the prefill, and the lower bound of it for a
 given `target_tbt`. The rest is the start of the step and the decodes. Longer steps delay answers as much in total.
 """
+_PARTS_LEFT = 16, 8, 4
+"""Some groups leave a 16th, an eighth or a quarter of all instances, at least one, to short prompts and answers."""
 _MIN_TOKEN_S = 1e-5
 """Lower bound for the seconds of a decode step, for a fit that rounds to zero. No device is as quick."""
 _GUESSED_DECODE = DecodeFit(mean_error=0.0, max_error=0.0, num_samples=0, start_s=0.02, request_s=1e-4, context_s=1e-7)
@@ -35,7 +37,7 @@ class Estimates:
     """Predicted seconds of prefills by group size, and of decode steps of one instance.
 
     Attributes:
-        sizes: of groups, ascending: 1, the sizes of `sp_times`, and all instances.
+        sizes: of groups, ascending: 1, the sizes of `sp_times`, all instances, and all but a few.
         token_s: seconds of a decode step with a single request and no context. It is the unit of all times of `auto`:
             a machine with half the speed gets the same decisions at half the rate.
         cuts_steps: whether steps that prefill and decode are bounded.
@@ -119,13 +121,14 @@ def _chunked_s(times: PrefillTime, new_tokens: int, cached_tokens: int, chunk: f
 
 
 def group_times(facts: Facts, exchanges: Collection[Exchange], num_instances: int) -> dict[int, PrefillTime]:
-    """Predict prefills on 1, all, and the sizes of `sp_times`.
+    """Predict prefills on 1, all, all but a few, and the sizes of `sp_times`.
 
     An unmeasured size is scaled from the largest measured size over the same class of link, or from one instance.
     """
     times = sp_times(facts, exchanges, "auto", num_instances)
     measured = measured_times(facts, exchanges)
-    missing = {1, num_instances} - times.keys()
+    most = {num_instances - max(1, num_instances // parts) for parts in _PARTS_LEFT}
+    missing = {1, num_instances, *most} - {0, *times}
     times |= {size: found for size, found in measured.items() if size in missing}
     classes = {} if facts.cluster is None else links_by_size(facts.cluster)
     for size, expected in expected_times(facts, missing - times.keys()).items():

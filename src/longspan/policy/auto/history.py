@@ -20,6 +20,8 @@ _PROMPTS_PER_MEDIAN = 8
 """Medians are computed after this many further prompts, since sorting takes time."""
 _FIRST_ANSWER, _NUM_ANSWERS = 200.0, 20
 """Expected tokens of an answer before any has ended, and the number of answers in the moving average."""
+_LONG = 4.0
+"""The mean prompt takes more than this multiple of the median if a few long prompts take most of the time."""
 MAX_BUSY = 0.9
 """Upper bound for the busy fraction of instances: expected waits grow with 1 / (1 - fraction)."""
 
@@ -50,6 +52,11 @@ class History:
     def answer_s(self) -> float:
         """Seconds of an expected answer that decodes alone."""
         return self.answer_tokens * self._token_s
+
+    @property
+    def has_long_prompts(self) -> bool:
+        """Whether most of the work is in prompts that are much longer than the usual one."""
+        return self._total_s > _LONG * self.usual_s * len(self._prompts)
 
     def expect(self, seconds: Callable[[int], tuple[float, float]]) -> None:
         """Expect prompts as before a restart. `seconds` returns those of one instance and of the fastest group."""

@@ -98,10 +98,17 @@ class Observer:
                     self._free_at_s[instance] = end_s
                     self._busy.add(instance)
 
-    def free_fractions(self, now_s: float) -> Numbers:
-        """Return the fraction of its time that each instance does not prefill: [num_instances]."""
-        free: Numbers = 1 - np.minimum(MAX_BUSY, self._prefilled(now_s) / self._history.answer_s)
-        return free
+    def free_fractions(self, now_s: float, wait_s: Numbers) -> Numbers:
+        """Return the fraction of its time that each instance does not prefill: [num_instances].
+
+        An answer gets the rest of mixed steps while prefills of `wait_s` last. It is taken to have half of the expected
+        tokens, since the mean over requests of the time per token depends most on short answers. The mean of recent
+        steps counts for prefills that are not known yet.
+        """
+        answer_s = self._history.answer_s
+        mixed = np.minimum(1.0, 2 * wait_s * (1 - MAX_BUSY) / answer_s)  # fraction of its tokens in mixed steps
+        free: Numbers = 1 - np.minimum(MAX_BUSY, self._prefilled(now_s) / answer_s)
+        return np.minimum(free, 1 / (1 + mixed * MAX_BUSY / (1 - MAX_BUSY)))
 
     def _prefilled(self, now_s: float) -> Numbers:
         """Return the recent prefill seconds of each instance: [num_instances]. They decay in the time of an answer."""
@@ -132,8 +139,9 @@ class Observer:
                 free_blocks[place[instance]] -= number
         active, num_slots = num_running.copy(), [view.max_num_seqs - number for number in num_running]
         for request in self._admitted.values():
-            for instance in request.group:
-                active[place[instance]] -= 1
+            if _is_prefill(request) or not request.targets:  # while its KV is sent, a request runs nowhere
+                for instance in request.group:
+                    active[place[instance]] -= 1
         context, decodes = self._contexts(view, active), active.copy()
         self._add_later_decodes(decodes, context, num_slots)
         wait_s = self._add_prefills(view, active)
