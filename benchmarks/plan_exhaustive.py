@@ -193,6 +193,7 @@ def planned(question: Question, seeds: int, jobs: int) -> Plan:
         layouts=LAYOUTS,
         policies=POLICIES,
         step_budgets=STEP_BUDGETS,
+        host_kv_gib=(0.0,),
         seeds=seeds,
         num_processes=jobs,
         stores=False,
