@@ -185,6 +185,11 @@ def test_an_interval_contains_its_mean_and_grows_with_the_spread(values: list[fl
     assert wider.high - wider.low >= found.high - found.low - 1e-6
 
 
+def test_an_interval_of_fractions_stays_within_0_and_1() -> None:
+    found = interval([0.6, 0.95], low=0.0, high=1.0)
+    assert (found.low, found.high) == (0.0, 1.0) and found.low < found.mean < found.high
+
+
 def test_an_interval_of_three_values_is_students() -> None:
     found = interval([1.0, 2.0, 3.0])
     assert math.isclose(found.high - found.mean, 4.303 / math.sqrt(3), rel_tol=1e-4)

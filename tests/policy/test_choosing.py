@@ -92,7 +92,7 @@ def test_the_quickest_exchange_is_taken() -> None:
     assert chains.exchange(4096, 0, (0, 1)) == CHAIN
 
 
-@pytest.mark.parametrize(("members", "exchange"), [(2, RING_KV), (3, RING_KV), (7, GATHER_KV), (8, GATHER_KV)])
+@pytest.mark.parametrize(("members", "exchange"), [(2, RING_KV), (4, RING_KV), (5, GATHER_KV), (8, GATHER_KV)])
 def test_an_unmeasured_number_of_members_takes_the_exchange_of_the_nearest_measured_one(
     members: int, exchange: Exchange
 ) -> None:

@@ -76,12 +76,12 @@ def _ranked(scored: Scored, question: Question, command: str, *, on_front: bool)
         candidate=candidate,
         num_gpus=num_gpus,
         price_per_hour=None if price is None else price * num_gpus,
-        goodput_per_s=interval([outcome.goodput_per_s for outcome in outcomes]),
-        tokens_per_s_per_gpu=interval([outcome.tokens_per_s / num_gpus for outcome in outcomes]),
+        goodput_per_s=interval([outcome.goodput_per_s for outcome in outcomes], low=0.0),
+        tokens_per_s_per_gpu=interval([outcome.tokens_per_s / num_gpus for outcome in outcomes], low=0.0),
         ttft_p99_s=_interval_of([outcome.ttft_p99_s for outcome in outcomes]),
         tbt_p99_s=_interval_of([outcome.tbt_p99_s for outcome in outcomes]),
         bound_ratios=scored.bound_ratios,
-        attainment=interval([outcome.attainment for outcome in outcomes]),
+        attainment=interval([outcome.attainment for outcome in outcomes], low=0.0, high=1.0),
         meets=scored.attainment >= question.attainment,
         on_front=on_front,
         command=command,
@@ -92,7 +92,7 @@ def _ranked(scored: Scored, question: Question, command: str, *, on_front: bool)
 
 def _interval_of(values: Sequence[float | None]) -> Interval | None:
     present = [value for value in values if value is not None]
-    return interval(present) if present and len(present) == len(values) else None
+    return interval(present, low=0.0) if present and len(present) == len(values) else None
 
 
 def _front(final: Sequence[Scored]) -> list[Scored]:

@@ -45,15 +45,15 @@ _INEFFICIENT = 1.1
 """A cost is left out if its best forecast is worse than at a lower cost by this factor."""
 
 
-def interval(values: Sequence[float]) -> Interval:
-    """Return the mean of values, and its 95 % confidence interval by Student's t distribution."""
+def interval(values: Sequence[float], low: float = -math.inf, high: float = math.inf) -> Interval:
+    """Return the mean of values, and its 95 % confidence interval by Student's t distribution, within bounds."""
     mean = fmean(values)
     if len(values) < 2:
         return Interval(mean=mean, low=mean, high=mean)
     freedom = len(values) - 1
     student = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _NORMAL + (_NORMAL**3 + _NORMAL) / (4 * freedom)
     half = student * stdev(values) / math.sqrt(len(values))
-    return Interval(mean=mean, low=mean - half, high=mean + half)
+    return Interval(mean=mean, low=max(low, mean - half), high=min(high, mean + half))
 
 
 @dataclass(frozen=True, kw_only=True)

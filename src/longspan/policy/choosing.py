@@ -72,7 +72,7 @@ class Chooser:
         """Return times by exchange over a group's class of link, of the nearest measured number of members."""
         times = self._times_over(class_of(self._facts, group))
         sizes = [size for size, each in times if size > 1 and each in self._candidates]
-        nearest = min(sizes, key=lambda size: abs(size - len(group)), default=0)
+        nearest = min(sizes, key=lambda size: (abs(size - len(group)), -size), default=0)
         return {each: times[nearest, each] for each in self._candidates if (nearest, each) in times}
 
     def exchange(self, new_tokens: int, cached_tokens: int, group: tuple[int, ...], answer_tokens: int = 0) -> Exchange:

@@ -17,7 +17,7 @@ _LONG = 10.0
 
 
 class CandidateGroups:
-    """The groups to choose from: 1, 2, 4 and so on neighbours, of one host if it has enough of them, and all instances.
+    """The groups to choose from: 1, 2, 4 and so on neighbours, of one host if it has enough, all, and all but a few.
 
     Groups of one size do not overlap. On hosts of 2, 4 or 8 instances, groups of half the size are halves of them. So
     prompts of different lengths seldom wait for a member while other members are idle.
